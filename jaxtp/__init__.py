@@ -1,0 +1,1 @@
+"""Tensor-parallel projections for JAX, with the same words on every mesh."""

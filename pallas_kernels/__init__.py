@@ -1,0 +1,1 @@
+"""Pallas kernels of jaxtp: tiles and instructions, never a mesh."""
