@@ -5,6 +5,7 @@ cut depends on the global matrix alone. Ranks hold whole slots.
 """
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from jaxtp.errors import PlanError, PlanTypeError
@@ -46,7 +47,7 @@ class SlotLayout:
         """
         start, stop = self.bounds(slot)
         cuts = [start, *range((start // block + 1) * block, stop, block), stop]
-        return tuple((a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if a < b)
+        return tuple((a, b) for a, b in itertools.pairwise(cuts) if a < b)
 
     def max_segments(self, block: int) -> int:
         """The largest number of segments in any slot, at least 1."""

@@ -25,10 +25,14 @@ class HostArray(Protocol):
     """What a part of a weight must offer: NumPy, JAX and lazy tensors all do."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        ...
 
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> Any:
+        """NumPy or ml_dtypes dtype of the elements."""
+        ...
 
     def __getitem__(self, index: Any, /) -> Any: ...
 

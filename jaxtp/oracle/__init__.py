@@ -1,1 +1,15 @@
+"""The host-bounce oracle: rank by rank on one device, moved and added in NumPy.
 
+The names are those of the device functions. Everything between the rank-local kernels
+and the result is NumPy: no mesh, no collective, no compiler in between.
+"""
+
+from jaxtp.oracle.bounce import column_parallel as column_parallel
+from jaxtp.oracle.bounce import project as project
+from jaxtp.oracle.bounce import row_parallel as row_parallel
+from jaxtp.oracle.bounce import slot_partials as slot_partials
+from jaxtp.oracle.bounce import sum_slots as sum_slots
+from jaxtp.oracle.ordered import nvfp4_int8_partials as nvfp4_int8_partials
+from jaxtp.oracle.value import depth as depth
+from jaxtp.oracle.value import float64 as float64
+from jaxtp.oracle.value import quantized_activation as quantized_activation

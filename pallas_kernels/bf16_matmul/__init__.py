@@ -1,0 +1,1 @@
+"""Kernel family: bf16 weights."""

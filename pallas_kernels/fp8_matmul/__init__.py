@@ -1,0 +1,1 @@
+"""Kernel family: fp8 weights."""

@@ -1,0 +1,1 @@
+"""Kernel family: nvfp4 weights."""
