@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxtp.errors import DtypeError
+from jaxtp.rounding import rounded
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
 
@@ -43,6 +44,24 @@ def words(values: Any) -> Any:
 def floats(bits: Any) -> Any:
     """The float32 array that has these uint32 words."""
     return bitcast(bits, np.float32)
+
+
+def rounded_product(product: Any) -> Any:
+    """A product as a word of its own, never part of a fused multiply-add.
+
+    The zero that hides a JAX product from compilers comes from its own bits, element
+    by element: it exists at run time wherever the product does, also when an operand
+    is a constant of the program.
+
+    Bits:
+        The identity.
+    """
+    if not isinstance(product, jax.Array):
+        return product
+    n = lax.bitcast_convert_type(product, jnp.int32)
+    # Four consecutive integers multiply to a multiple of 8, also modulo 2^32.
+    zero = (n * (n + 1) * (n + 2) * (n + 3)) & 7
+    return rounded(product, zero)
 
 
 def require_dtype(name: str, values: Any, *dtypes: Any) -> None:

@@ -7,12 +7,17 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxtp.errors import FormatError, NonFiniteError, ShapeError
-from jaxtp.formats.arrays import AnyArray, array_module, require_dtype, words
+from jaxtp.formats.arrays import (
+    AnyArray,
+    array_module,
+    require_dtype,
+    rounded_product,
+    words,
+)
 from jaxtp.formats.bf16 import round_to_bf16
 from jaxtp.formats.division import rounded_divide
 from jaxtp.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 from jaxtp.formats.e8m0 import decode_e8m0
-from jaxtp.rounding import rounded, runtime_zero
 
 ScaleFormat = Literal["f32", "bf16", "e8m0"]
 
@@ -45,10 +50,7 @@ def dequantize_fp8_block(
     code, scale = xp.asarray(code), decode_scale(xp.asarray(scale))
     expanded = expand_blocks(scale, code.shape, block_shape)
     with np.errstate(all="ignore"):
-        product = decode_e4m3(code) * expanded
-    if isinstance(product, np.ndarray):
-        return product
-    return rounded(product, runtime_zero(code))
+        return rounded_product(decode_e4m3(code) * expanded)
 
 
 def decode_scale(scale: AnyArray) -> Float32[AnyArray, "..."]:

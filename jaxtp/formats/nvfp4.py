@@ -11,11 +11,16 @@ import numpy as np
 from jaxtyping import BFloat16, Float32, Int8
 
 from jaxtp.errors import FormatError, ShapeError
-from jaxtp.formats.arrays import AnyArray, array_module, floats, require_dtype
+from jaxtp.formats.arrays import (
+    AnyArray,
+    array_module,
+    floats,
+    require_dtype,
+    rounded_product,
+)
 from jaxtp.formats.division import rounded_divide
 from jaxtp.formats.e4m3 import decode_e4m3, encode_e4m3
 from jaxtp.formats.fp8_block import expand_blocks, require_finite
-from jaxtp.rounding import rounded, runtime_zero
 
 NVFP4_GROUP = 16
 """Columns that share one block scale."""
@@ -144,16 +149,14 @@ def dequantize_nvfp4(
             f"each matrix); got {tuple(g.shape)}."
         )
     g = g.reshape(*g.shape, 1, 1)
-    block: Any = decode_e4m3(scale)
+    values, block = unpack_nvfp4(code), decode_e4m3(scale)
     with np.errstate(all="ignore"):
-        s = block * g if kind == "multiplier" else rounded_divide(block, g)
-        if not isinstance(s, np.ndarray):
-            s = rounded(s, runtime_zero(code))
-        values = unpack_nvfp4(code)
-        product = values * _expand_groups(s, values.shape)
-    if isinstance(product, np.ndarray):
-        return product
-    return rounded(product, runtime_zero(code))
+        s = (
+            rounded_product(block * g)
+            if kind == "multiplier"
+            else rounded_divide(block, g)
+        )
+        return rounded_product(values * _expand_groups(s, values.shape))
 
 
 def quantize_nvfp4(
