@@ -9,3 +9,5 @@ from jaxtp.checkpoint.reader import open as open
 from jaxtp.checkpoint.report import Problem as Problem
 from jaxtp.checkpoint.report import Report as Report
 from jaxtp.checkpoint.report import Row as Row
+from jaxtp.checkpoint.writer import save as save
+from jaxtp.checkpoint.writer import write_file as write_file
