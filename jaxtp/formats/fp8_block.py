@@ -58,7 +58,8 @@ def decode_scale(scale: AnyArray) -> Float32[AnyArray, "..."]:
     if np.dtype(scale.dtype) == ml_dtypes.float8_e8m0fnu:
         return decode_e8m0(scale)
     require_dtype("scale", scale, np.float32, ml_dtypes.bfloat16)
-    return scale.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        return scale.astype(np.float32)
 
 
 def expand_blocks(

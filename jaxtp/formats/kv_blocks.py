@@ -108,13 +108,12 @@ def quantize_q5_1(x: Float32[AnyArray, "*T D"]) -> UInt8[AnyArray, "*T B"]:
     low, high = _extremes(x)
     with np.errstate(over="ignore"):
         spread = high - low
+        offset = x - xp.expand_dims(low, -1)
     finite = finite & (words(spread) < INFINITY)
     d = rounded_divide(xp.where(finite, spread, np.float32(0)), _Q5_MAX)
     usable = d >= SMALLEST_SCALE
     inverse = rounded_divide(1.0, xp.where(usable, d, np.float32(1)))
-    offset = xp.where(
-        xp.expand_dims(usable, -1), x - xp.expand_dims(low, -1), np.float32(0)
-    )
+    offset = xp.where(xp.expand_dims(usable, -1), offset, np.float32(0))
     q = xp.clip(xp.rint(offset * xp.expand_dims(inverse, -1)), 0, _Q5_MAX)
     nan = np.float32(np.nan)
     d = xp.where(finite, xp.where(usable, d, np.float32(0)), nan)
