@@ -4,6 +4,7 @@ import math
 import mmap
 import os
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -35,21 +36,28 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.name = path.name
         try:
-            self._file = path.open("rb")
+            self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise CheckpointError(f"{path.name}: cannot be opened ({error}).") from None
+        # Weights may outlive the checkpoint they came from: their file closes with the
+        # last of them.
+        self._closing = weakref.finalize(self, os.close, self._handle)
         try:
             self.header = self._read_header()
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(self._handle, 0, access=mmap.ACCESS_READ)
         except BaseException:
-            self._file.close()
+            self._closing()
             raise
 
+    def _size(self) -> int:
+        return os.fstat(self._handle).st_size
+
     def _read_header(self) -> Header:
-        size = os.fstat(self._file.fileno()).st_size
-        first = self._file.read(8)
-        length = header_length(first, size, self.name)
-        return parse_header(first + self._file.read(length), size, self.name)
+        size = self._size()
+        with open(self._handle, "rb", closefd=False) as file:
+            first = file.read(8)
+            length = header_length(first, size, self.name)
+            return parse_header(first + file.read(length), size, self.name)
 
     def array(self, start: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A view of the mapping, perhaps unaligned: copy it before it is kept.
@@ -58,11 +66,11 @@ class MappedFile:
             CheckpointError: If the file was closed.
             CorruptFileError: If the file has become shorter since it was opened.
         """
-        if self._file.closed:
+        if not self._closing.alive:
             raise CheckpointError(f"{self.name}: the checkpoint has been closed.")
         count = math.prod(shape)
         # Touching a page beyond the end of a mapped file kills the process.
-        if start + count * dtype.itemsize > os.fstat(self._file.fileno()).st_size:
+        if start + count * dtype.itemsize > self._size():
             raise CorruptFileError(f"{self.name}: the file was cut after opening.")
         if not count:
             return np.empty(shape, dtype)
@@ -70,8 +78,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Unmaps the file; arrays read before stay valid, later reads raise."""
-        if not self._file.closed:
-            self._file.close()
+        if self._closing.alive:
+            self._closing()
             self._map.close()
 
 
