@@ -102,6 +102,10 @@ def shift(
     Raises:
         MeshError: If the axis is not bound here.
     """
+    return _ring_shift(x, axis_name, offset)
+
+
+def _ring_shift(x: Array, axis_name: str, offset: int) -> jax.Array:
     tp = axis_size(axis_name)
     if offset % tp == 0:
         return x
@@ -187,7 +191,7 @@ def ring_all_gather(
         start = (rank - hop) % tp * width
         gathered = lax.dynamic_update_slice_in_dim(gathered, block, start, at)
         if hop + 1 < tp:
-            block = shift(block, axis_name)
+            block = _ring_shift(block, axis_name, 1)
     return gathered
 
 
@@ -290,7 +294,7 @@ def all_to_all_chunks(
     result = x  # the block that a rank keeps stands at its own index already
     for offset in range(1, tp):
         block = lax.dynamic_index_in_dim(x, (rank + offset) % tp, keepdims=False)
-        received = shift(block, axis_name, offset)
+        received = _ring_shift(block, axis_name, offset)
         source = (rank - offset) % tp
         result = lax.dynamic_update_index_in_dim(result, received, source, 0)
     return result
