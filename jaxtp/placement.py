@@ -46,7 +46,7 @@ def make_mesh(
     devices = list(jax.devices()[: tp * ep] if devices is None else devices)
     if len(devices) != tp * ep:
         raise MeshError(
-            f"tp={tp} and ep={ep} need {tp * ep} devices; got {len(devices)}. On a CPU, "
+            f"tp={tp} and ep={ep} need {tp * ep} devices; got {len(devices)}. On CPU, "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 shows eight."
         )
     shape, names = ((tp,), (TENSOR_AXIS,))

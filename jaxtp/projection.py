@@ -1,9 +1,10 @@
 """Column-parallel, row-parallel and unsharded projections: one program, three cuts.
 
-`*_local` functions run inside a user's own `shard_map`; the others take whole arrays.
+These take whole arrays; `local_projection` has the forms for a user's own `shard_map`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,102 +14,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from jaxtp import transport
-from jaxtp.errors import MeshError, ShapeError, UnsupportedError
-from jaxtp.placement import PlacedWeight
-from jaxtp.plan import ReductionPlan, SlotLayout
-from jaxtp.program import (
-    Activation,
-    apply_global_scale,
-    resolve_activation,
-    slot_partials,
+from jaxtp.errors import MeshError
+from jaxtp.gradient import input_gradient, with_input_gradient
+from jaxtp.local_projection import (
+    all_slots,
+    check_call,
+    column_parallel_local,
+    implementation_of,
+    row_parallel_local,
+    to_slot_layout,
 )
-from jaxtp.reduction import Schedule, ordered_sum, sum_slots
+from jaxtp.placement import PlacedWeight
+from jaxtp.plan import ReductionPlan
+from jaxtp.program import Activation, apply_global_scale, resolve_activation
+from jaxtp.reduction import Schedule, ordered_sum
 from jaxtp.unplaced import unplaced
 from jaxtp.weights import Weight
-from pallas_kernels import Implementation, resolve_implementation
-
-
-def row_parallel_local(
-    x_local: Array,
-    weight_local: PlacedWeight,
-    *,
-    axis_name: str,
-    activation: Activation | None = None,
-    reduce: bool = True,
-    schedule: Schedule | None = None,
-    implementation: Implementation | None = None,
-) -> Float32[Array, "..."]:
-    """`y = x @ w.T` inside a `shard_map` whose axis `axis_name` cuts K.
-
-    Args:
-        x_local: bf16 or f32 `[T, S/tp * K_slot]`: this rank's slots in slot layout.
-        weight_local: This rank's shard of a row-parallel weight (pass it through
-            `shard_map` with `in_specs=weight.specs()`).
-        axis_name: The mesh axis.
-        activation: See `row_parallel`.
-        reduce: Whether to add the slots.
-        schedule: How the sequential sum travels; see `ordered_sum`.
-        implementation: "mosaic", "portable" or None.
-
-    Returns:
-        f32 `[T, N]`, equal on every rank; or with `reduce=False` this rank's partials
-        `[S/tp, T, N]`, without the global scale.
-
-    Raises:
-        JaxtpError: As `row_parallel`.
-
-    Bits:
-        As `row_parallel`.
-    """
-    p = weight_local
-    _check_call(p, ("row",))
-    slots, width = p.value.shape[0], p.layout.width
-    _check_columns(x_local, (slots * width,), "this rank's slots in slot layout")
-    first_slot = lax.axis_index(axis_name).astype(jnp.int32) * jnp.int32(slots)
-    partials = _partials(x_local, p, first_slot, activation, implementation)
-    if not reduce:
-        return partials
-    y = ordered_sum(partials, axis_name, p.plan, schedule=schedule)
-    return apply_global_scale(y, p.global_scale, p.global_scale_kind)
-
-
-def column_parallel_local(
-    x: Array,
-    weight_local: PlacedWeight,
-    *,
-    axis_name: str,
-    activation: Activation | None = None,
-    gather: bool = True,
-    implementation: Implementation | None = None,
-) -> Float32[Array, "T N"]:
-    """`y = x @ w.T` inside a `shard_map` whose axis `axis_name` cuts N.
-
-    Args:
-        x: bf16 or f32 `[T, K]`, equal on every rank.
-        weight_local: This rank's shard of a column-parallel weight.
-        axis_name: The mesh axis.
-        activation: See `row_parallel`.
-        gather: Whether every rank gets the whole result.
-        implementation: "mosaic", "portable" or None.
-
-    Returns:
-        f32 `[T, N]` on every rank, or with `gather=False` this rank's
-        `[T, out_slots/tp * N_slot]` of the slot layout, zero where it is padding.
-
-    Raises:
-        JaxtpError: As `column_parallel`.
-
-    Bits:
-        As `column_parallel`.
-    """
-    p = weight_local
-    _check_call(p, ("column",))
-    y = _all_slots(to_slot_layout(x, p.layout), p, activation, implementation)
-    if not gather:
-        return y
-    n = p.shape[-2]
-    return transport.ring_all_gather(y, axis_name, axis=1)[:, :n]
+from pallas_kernels import Implementation
 
 
 def row_parallel(
@@ -149,7 +71,7 @@ def row_parallel(
         `oracle.row_parallel` under the same plan and implementation, for every mesh
         whose size divides the slots, every T and row position, eager or under `jit`.
     """
-    _check_call(weight, ("row",))
+    check_call(weight, ("row",))
     x = _spread(x, weight.mesh)
     return _row_parallel(
         x,
@@ -157,7 +79,7 @@ def row_parallel(
         activation=resolve_activation(weight.format, activation, x.dtype),
         reduce=reduce,
         schedule=schedule,
-        implementation=_implementation(weight, implementation),
+        implementation=implementation_of(weight, implementation),
     )
 
 
@@ -165,19 +87,26 @@ def row_parallel(
     jax.jit, static_argnames=("activation", "reduce", "schedule", "implementation")
 )
 def _row_parallel(x: Array, p: PlacedWeight, *, reduce: bool, **options: Any) -> Array:
-    axis = p.axis_name
-    body = functools.partial(
-        row_parallel_local, axis_name=str(axis), reduce=reduce, **options
-    )
-    x = _constrain(to_slot_layout(x, p.layout), p.mesh, P(None, axis))
-    # check_vma=False: the kernel's interpreter carries do not state their axes.
-    return jax.shard_map(
-        body,
-        mesh=p.mesh,
-        in_specs=(P(None, axis), p.specs()),
-        out_specs=P() if reduce else P(axis),
-        check_vma=False,
-    )(x, p)
+    axis = str(p.axis_name)
+
+    def local(x: Array, p: PlacedWeight) -> Array:
+        return row_parallel_local(x, p, axis_name=axis, reduce=reduce, **options)
+
+    def forward(x: Array, p: PlacedWeight) -> Array:
+        x = to_slot_layout(x, p.layout)
+        out = P() if reduce else P(axis)
+        return _on_mesh(local, x, p, P(None, axis), out)
+
+    def local_gradient(dy: Array, p: PlacedWeight) -> Array:
+        slots = jnp.int32(p.value.shape[0])
+        return input_gradient(dy, p, lax.axis_index(axis).astype(jnp.int32) * slots)
+
+    def backward(dy: Array, p: PlacedWeight) -> Array:
+        dy = apply_global_scale(dy, p.global_scale, p.global_scale_kind)
+        return _on_mesh(local_gradient, dy, p, P(), P(None, axis))[:, :columns]
+
+    columns = x.shape[-1]
+    return with_input_gradient(forward, backward if reduce else None)(x, p)
 
 
 def column_parallel(
@@ -207,14 +136,14 @@ def column_parallel(
     Bits:
         As `row_parallel`; `out_slots` is placement only.
     """
-    _check_call(weight, ("column",))
+    check_call(weight, ("column",))
     x = _spread(x, weight.mesh)
     return _column_parallel(
         x,
         weight,
         activation=resolve_activation(weight.format, activation, x.dtype),
         gather=gather,
-        implementation=_implementation(weight, implementation),
+        implementation=implementation_of(weight, implementation),
     )
 
 
@@ -222,17 +151,26 @@ def column_parallel(
 def _column_parallel(
     x: Array, p: PlacedWeight, *, gather: bool, **options: Any
 ) -> Array:
-    axis = p.axis_name
-    body = functools.partial(
-        column_parallel_local, axis_name=str(axis), gather=gather, **options
-    )
-    return jax.shard_map(
-        body,
-        mesh=p.mesh,
-        in_specs=(P(), p.specs()),
-        out_specs=P() if gather else P(None, axis),
-        check_vma=False,
-    )(_constrain(x, p.mesh, P()), p)
+    axis = str(p.axis_name)
+
+    def local(x: Array, p: PlacedWeight) -> Array:
+        return column_parallel_local(x, p, axis_name=axis, gather=gather, **options)
+
+    def forward(x: Array, p: PlacedWeight) -> Array:
+        return _on_mesh(local, x, p, P(), P() if gather else P(None, axis))
+
+    def local_gradient(dy: Array, p: PlacedWeight) -> Array:
+        dx = input_gradient(dy, p, jnp.int32(0))[None]
+        ranks = ReductionPlan(lax.axis_size(axis))
+        return ordered_sum(dx, axis, ranks)
+
+    def backward(dy: Array, p: PlacedWeight) -> Array:
+        dy = apply_global_scale(dy, p.global_scale, p.global_scale_kind)
+        dy = to_slot_layout(dy, p.out_layout)
+        return _on_mesh(local_gradient, dy, p, P(None, axis), P())[:, :columns]
+
+    columns = x.shape[-1]
+    return with_input_gradient(forward, backward if gather else None)(x, p)
 
 
 def project(
@@ -264,7 +202,7 @@ def project(
         As `row_parallel`.
     """
     if isinstance(weight, PlacedWeight):
-        _check_call(weight, ("replicated",))
+        check_call(weight, ("replicated",))
         if plan is not None and plan != weight.plan:
             raise MeshError(
                 f"the placed weight has {weight.plan}; got plan={plan}. Leave `plan` "
@@ -274,107 +212,46 @@ def project(
         placed = weight
     else:
         placed = unplaced(weight, ReductionPlan() if plan is None else plan)
-        _check_call(placed, ("replicated",))
+        check_call(placed, ("replicated",))
         x = jnp.asarray(x)
     return _project(
         x,
         placed,
         activation=resolve_activation(placed.format, activation, x.dtype),
-        implementation=_implementation(placed, implementation),
+        implementation=implementation_of(placed, implementation),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))
 def _project(x: Array, p: PlacedWeight, **options: Any) -> Array:
-    def body(x: Array, p: PlacedWeight) -> Array:
-        return _all_slots(to_slot_layout(x, p.layout), p, **options)
+    def local(x: Array, p: PlacedWeight) -> Array:
+        return all_slots(to_slot_layout(x, p.layout), p, **options)
 
-    if p.mesh.size == 1:
-        return body(x, p)
-    return jax.shard_map(
-        body, mesh=p.mesh, in_specs=(P(), p.specs()), out_specs=P(), check_vma=False
-    )(_constrain(x, p.mesh, P()), p)
+    def local_gradient(dy: Array, p: PlacedWeight) -> Array:
+        return input_gradient(dy, p, jnp.int32(0))
+
+    def spread(run: Callable[..., Array], x: Array, p: PlacedWeight) -> Array:
+        return run(x, p) if p.mesh.size == 1 else _on_mesh(run, x, p, P(), P())
+
+    def backward(dy: Array, p: PlacedWeight) -> Array:
+        dy = apply_global_scale(dy, p.global_scale, p.global_scale_kind)
+        return spread(local_gradient, dy, p)[:, :columns]
+
+    columns = x.shape[-1]
+    return with_input_gradient(lambda x, p: spread(local, x, p), backward)(x, p)
 
 
-def to_slot_layout(x: Array, layout: SlotLayout) -> Array:
-    """`[T, K]` to `[T, S * K_slot]`, zero past K.
+def _on_mesh(
+    local: Callable[..., Array], x: Array, p: PlacedWeight, spec: P, out: P
+) -> Array:
+    """Runs a rank's part of a call on the weight's mesh.
 
-    An array that is in slot layout already keeps its columns; those past K become zero.
-
-    Raises:
-        ShapeError: If `x` is not 2-D, or has neither number of columns.
+    check_vma is off: the carries of an interpreted kernel do not state their axes.
     """
-    k, padded = layout.size, layout.padded
-    _check_columns(x, (k, padded), "K, or K in slot layout")
-    if padded == k:
-        return x
-    if x.shape[1] == k:
-        return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, padded - k, 0)))
-    inside = lax.broadcasted_iota(jnp.int32, x.shape, 1) < jnp.int32(k)
-    return jnp.where(inside, x, jnp.zeros((), x.dtype))
-
-
-def _all_slots(
-    x: Array,
-    p: PlacedWeight,
-    activation: Activation | None,
-    implementation: Implementation | None,
-) -> Array:
-    """All slots of a weight that this rank holds whole, added in plan order."""
-    partials = _partials(x, p, jnp.int32(0), activation, implementation)
-    y = sum_slots(partials, p.plan)
-    return apply_global_scale(y, p.global_scale, p.global_scale_kind)
-
-
-def _partials(
-    x: Array,
-    p: PlacedWeight,
-    first_slot: Array,
-    activation: Activation | None,
-    implementation: Implementation | None,
-) -> Array:
-    return slot_partials(
-        x,
-        p.value,
-        p.scale,
-        first_slot,
-        format=p.format,
-        activation=resolve_activation(p.format, activation, x.dtype),
-        block_k=None if p.block_shape is None else p.block_shape[1],
-        implementation=_implementation(p, implementation),
+    run = jax.shard_map(
+        local, mesh=p.mesh, in_specs=(spec, p.specs()), out_specs=out, check_vma=False
     )
-
-
-def _implementation(
-    p: PlacedWeight, implementation: Implementation | None
-) -> Implementation:
-    return resolve_implementation(implementation, p.mesh.devices.flat[0])
-
-
-def _check_call(p: Any, parallel: tuple[str, ...]) -> None:
-    if not isinstance(p, PlacedWeight):
-        raise MeshError(
-            f"`weight` must be a placed weight; got {type(p).__name__}. Call "
-            f"`jaxtp.place(weight, mesh, parallel={parallel[0]!r})` first."
-        )
-    if p.parallel not in parallel:
-        raise MeshError(
-            f"this call takes weights placed with parallel={parallel[0]!r}; got "
-            f"parallel={p.parallel!r}."
-        )
-    if len(p.shape) == 3:
-        raise UnsupportedError(
-            f"projections take one matrix [N, K]; got a bank of shape {p.shape}. Place "
-            "`weight.expert(e)` to project with one expert."
-        )
-
-
-def _check_columns(x: Array, columns: tuple[int, ...], what: str) -> None:
-    if x.ndim != 2 or x.shape[1] not in columns:
-        raise ShapeError(
-            f"`x` must be [T, {' or '.join(map(str, dict.fromkeys(columns)))}] ({what})"
-            f"; got shape {x.shape}."
-        )
+    return run(_constrain(x, p.mesh, spec), p)
 
 
 def _spread(x: Any, mesh: Mesh) -> Array:

@@ -5,8 +5,9 @@ rank that adds it. Partials become rounded words first, so a product that produc
 is never contracted into an addition here.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
@@ -54,7 +55,7 @@ def sum_slots(
     if partials.size == 0:
         return jnp.zeros(partials.shape[1:], jnp.float32)
     zero = runtime_zero(partials)
-    words = rounded(partials, zero)
+    words = _words(partials, zero)
     if plan.order == "tree":
         return _add_tree(words)
     return _add_ascending(_run_time_zeros(zero, partials.shape[1:]), words)
@@ -94,7 +95,8 @@ def ordered_sum(
 
     Bits:
         ORDERED. The words of `sum_slots` on the stacked partials, for every axis size,
-        device order and schedule.
+        device order and schedule. Differentiable like `lax.psum`; the words of a
+        derivative are not promised.
     """
     _check_partials(partials_local)
     tp = transport.axis_size(axis_name)
@@ -170,6 +172,19 @@ def _part_of(plan: ReductionPlan, local: int) -> ReductionPlan:
     return plan if plan.num_slots == "blocks" else ReductionPlan(local, plan.order)
 
 
+@jax.custom_jvp
+def _words(partials: Array, zero: Array) -> jax.Array:
+    """Rounded words; the derivative is that of the identity, which bits do not have."""
+    return rounded(partials, zero)
+
+
+def _words_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _words(*primals), tangents[0]
+
+
+_words.defjvp(_words_jvp)
+
+
 def _run_time_zeros(zero: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     return jnp.broadcast_to(positive_zero(zero), shape)
 
@@ -228,7 +243,7 @@ def _sum_by_chain(
     """
     tp, rank = transport.axis_size(axis_name), lax.axis_index(axis_name)
     zero = runtime_zero(partials)
-    pieces = _cut(rounded(partials, zero), CHAIN_CHUNKS)
+    pieces = _cut(_words(partials, zero), CHAIN_CHUNKS)
     start = _run_time_zeros(zero, pieces.shape[2:])
     first, last = rank == 0, rank == tp - 1
 

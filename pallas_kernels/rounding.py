@@ -17,7 +17,8 @@ def runtime_zero(operand: Array) -> Int32[Array, ""]:
     The product of four consecutive integers is a multiple of 24, also modulo 2^32, so
     its three low bits are zero whatever the element holds (NaN included).
     """
-    bits = _word(operand.reshape(-1)[0])
+    # The barrier matters where the operand itself is a constant of the program.
+    bits = lax.optimization_barrier(_word(operand.reshape(-1)[0]))
     one = jnp.int32(1)
     n1, n2, n3 = bits + one, bits + one + one, bits + one + one + one
     return (bits * n1 * n2 * n3) & jnp.int32(7)
