@@ -86,7 +86,7 @@ def largest_divisor(size: int, choices: Sequence[int]) -> int:
     return next(choice for choice in choices if size % choice == 0)
 
 
-def transposed(ref: jax.Ref) -> Any:
+def transposed(ref: Any) -> Any:
     """A transposed view of a matrix in shared memory."""
     if _LEGACY:
         return plgpu.transpose_ref(ref, (1, 0))
@@ -95,10 +95,13 @@ def transposed(ref: jax.Ref) -> Any:
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """Reads a whole shared-memory view into registers of the given layout."""
-    if _LEGACY:
-        whole = (slice(None),) * len(ref.shape)
-        return plgpu.load(ref, whole, layout=layout, optimized=optimized)
-    return plgpu.load(ref, layout=layout, optimized=optimized)
+    whole = ((slice(None),) * len(ref.shape),) if _LEGACY else ()
+    return plgpu.load(ref, *whole, layout=layout, optimized=optimized)
+
+
+def accumulator(tokens: int) -> plgpu.WGMMAAccumulatorRef:
+    """A float32 accumulator of `wgmma`, zero at first, for `pl.run_scoped`."""
+    return plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32)
 
 
 def zeros(tokens: int) -> Float32[Array, "64 tokens"]:
@@ -196,7 +199,7 @@ def launch(
 
 
 def _tile_kernel(
-    *refs: jax.Ref, out_smem: jax.Ref, tile: Callable[..., Array], block: int
+    *refs: Any, out_smem: Any, tile: Callable[..., Array], block: int
 ) -> None:
     *operands, out_gmem = refs
     result = tile(*operands)

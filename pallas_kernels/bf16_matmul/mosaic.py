@@ -1,6 +1,7 @@
 """The bf16 slot program on Hopper tensor cores."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def _tile(
 ) -> Array:
     """One tile; `atom` is the width of the swizzle, which depends on Ks alone."""
 
-    def accumulate(acc: jax.Ref) -> Array:
+    def accumulate(acc: Any) -> Array:
         def step(_: object, w_smem: jax.Ref, x_smem: jax.Ref) -> None:
             plgpu.wgmma(acc, w_smem, tiles.transposed(x_smem))
             # One product stays in flight; its operands are released one step late.
@@ -61,4 +62,4 @@ def _tile(
         tiles.pipeline(step, width, specs)(w_gmem, x_gmem)
         return acc[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((tiles.TILE_ROWS, tokens), jnp.float32))
+    return pl.run_scoped(accumulate, tiles.accumulator(tokens))

@@ -8,6 +8,7 @@ joins the accumulator of its segment, which is scaled into the total where it en
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def _tile(
     offset = lax.rem(start, jnp.int32(cut.block))
 
     def step(
-        index: tuple[Array], code_smem: jax.Ref, x_smem: jax.Ref, *rest: jax.Ref
+        index: tuple[Array], code_smem: jax.Ref, x_smem: jax.Ref, *rest: Any
     ) -> tuple[Array, Array]:
         *scales, carry = rest
         column = index[0] * jnp.int32(tiles.TILE_K)
@@ -195,16 +196,17 @@ def _decoded(code_smem: jax.Ref) -> Array:
 def _multiply(dot: Array, weight: Array, x_smem: jax.Ref, cut: _Cut) -> Array:
     """`dot + weight @ x.T`, or the product alone where every unit is a segment."""
 
-    def product(acc: jax.Ref) -> None:
+    def product(acc: Any) -> None:
         plgpu.wgmma(acc, weight, tiles.transposed(x_smem))
 
-    def fresh(acc: jax.Ref) -> Array:
+    def fresh(acc: Any) -> Array:
         product(acc)
         return acc[...]
 
     if cut.every_unit_ends:
-        return pl.run_scoped(fresh, plgpu.ACC(dot.shape, jnp.float32))
-    return pl.run_state(product)(plgpu.ACC.init(dot))
+        return pl.run_scoped(fresh, tiles.accumulator(dot.shape[1]))
+    start: Any = plgpu.WGMMAAccumulatorRef.init(dot)
+    return pl.run_state(product)(start)
 
 
 def _factor(scales: list[jax.Ref], row: Array | int, tokens: int) -> Array:

@@ -7,6 +7,7 @@ into a fresh accumulator: integers below 2^15, exact in any order.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def _bf16_tile(
     width: int,
     tokens: int,
 ) -> Array:
-    def accumulate(acc: jax.Ref) -> Array:
+    def accumulate(acc: Any) -> Array:
         def step(
             _: object, code_smem: jax.Ref, scale_smem: jax.Ref, x_smem: jax.Ref
         ) -> None:
@@ -138,7 +139,7 @@ def _bf16_tile(
         tiles.pipeline(step, width, specs)(code_gmem, scale_gmem, x_gmem)
         return acc[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((tiles.TILE_ROWS, tokens), jnp.float32))
+    return pl.run_scoped(accumulate, tiles.accumulator(tokens))
 
 
 def _int8_tile(
@@ -187,14 +188,14 @@ def _half_dots(
 ) -> tuple[Array, Array]:
     """The integer dots of both halves of a group, each from a zero accumulator."""
 
-    def both(acc_0: jax.Ref, acc_1: jax.Ref) -> tuple[Array, Array]:
+    def both(acc_0: Any, acc_1: Any) -> tuple[Array, Array]:
         for h, acc in enumerate((acc_0, acc_1)):
             columns = slice((2 * group + h) * HALF, (2 * group + h + 1) * HALF)
             part = q_smem.at[:, columns]
             plgpu.wgmma(acc, weight[:, columns], tiles.transposed(part))
         return acc_0[...], acc_1[...]
 
-    acc = plgpu.ACC((tiles.TILE_ROWS, tokens), jnp.float32)
+    acc = tiles.accumulator(tokens)
     return pl.run_scoped(both, acc, acc)
 
 

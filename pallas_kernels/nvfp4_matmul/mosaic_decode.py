@@ -112,7 +112,7 @@ def _decode(code: Any, magnitudes: Sequence[float], scales: Sequence[Any]) -> An
     )
 
 
-def _values(codes: ir.Value, tables: tuple[tuple[int, int], ...]) -> list[ir.Value]:
+def _values(codes: ir.Value, tables: tuple[tuple[int, ...], ...]) -> list[ir.Value]:
     """Four codes in the low half of a word as two vectors of two bf16."""
     magnitude = arith.andi(codes, _constant(0x7777))
     low, high = (
@@ -131,7 +131,7 @@ def _values(codes: ir.Value, tables: tuple[tuple[int, int], ...]) -> list[ir.Val
     ]
 
 
-def _tables(magnitudes: Sequence[float]) -> tuple[tuple[int, int], ...]:
+def _tables(magnitudes: Sequence[float]) -> tuple[tuple[int, ...], ...]:
     """Low bytes and high bytes of eight bf16 values, four bytes a word."""
     bits = np.asarray(magnitudes, jnp.bfloat16).view(np.uint16).astype(np.uint32)
     return tuple(
@@ -165,7 +165,7 @@ def _pair(scale: Any, half_row: int) -> ir.Value:
     return vector.broadcast(ir.VectorType.get((2,), value.type), value)
 
 
-def _permute(a: ir.Value, b: ir.Value, select: ir.Value) -> ir.Value:
+def _permute(a: ir.Value, b: ir.Value, select: ir.Value) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [a, b, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
