@@ -76,8 +76,10 @@ def e4m3(values: Any) -> np.ndarray:
 def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Random E4M3 codes, none of them NaN."""
     byte = rng.integers(0, 254, shape).astype(np.uint8)
-    return np.where(byte >= 0x7F, byte + 1, byte).astype(np.uint8).view(
-        ml_dtypes.float8_e4m3fn
+    return (
+        np.where(byte >= 0x7F, byte + 1, byte)
+        .astype(np.uint8)
+        .view(ml_dtypes.float8_e4m3fn)
     )
 
 

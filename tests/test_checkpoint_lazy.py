@@ -1,4 +1,4 @@
-"""Lazy tensors: the same values as NumPy indexing, only the bytes asked for, checked."""
+"""Lazy tensors: what NumPy indexing gives, only the bytes asked for, checked."""
 
 import tempfile
 from pathlib import Path
@@ -106,9 +106,7 @@ def test_a_nan_code_is_found_when_its_slice_is_read(tmp_path) -> None:
     weight = fp8(tmp_path, code, np.ones((2, 3), np.float32))
     assert weight.code[:150].shape == (150, 300)
     assert weight.code[:, :290].shape == (200, 290)
-    with pytest.raises(
-        NonFiniteError, match=r"^m\.weight: .*0x7F, 0xFF.*\[150, 290\]"
-    ):
+    with pytest.raises(NonFiniteError, match=r"^m\.weight: .*0x7F, 0xFF.*\[150, 290\]"):
         weight.code[100:, 280:]
     with pytest.raises(NonFiniteError, match=r"\[150, 290\]"):
         weight.code[150, 290]

@@ -209,8 +209,10 @@ def test_any_text_behind_a_plausible_length_is_too(text: bytes, length: int) -> 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 NUMBER = st.integers(-2, 12) | st.sampled_from([2**31, 2**63, 2**64, True, 1.5, None])
