@@ -44,7 +44,9 @@ class MappedFile:
         self._closing = weakref.finalize(self, os.close, self._handle)
         try:
             self.header = self._read_header()
-            self._map = mmap.mmap(self._handle, 0, access=mmap.ACCESS_READ)
+            self._map: mmap.mmap | None = mmap.mmap(
+                self._handle, 0, access=mmap.ACCESS_READ
+            )
         except BaseException:
             self._closing()
             raise
@@ -66,7 +68,7 @@ class MappedFile:
             CheckpointError: If the file was closed.
             CorruptFileError: If the file has become shorter since it was opened.
         """
-        if not self._closing.alive:
+        if self._map is None:
             raise CheckpointError(f"{self.name}: the checkpoint has been closed.")
         count = math.prod(shape)
         # Touching a page beyond the end of a mapped file kills the process.
@@ -77,10 +79,10 @@ class MappedFile:
         return np.frombuffer(self._map, dtype, count, start).reshape(shape)
 
     def close(self) -> None:
-        """Unmaps the file; arrays read before stay valid, later reads raise."""
-        if self._closing.alive:
-            self._closing()
-            self._map.close()
+        """Closes the file; arrays read before stay valid, later reads raise."""
+        self._closing()
+        # Not unmapped by hand: the frames of a caught error may still hold a view.
+        self._map = None
 
 
 def open_files(path: Path) -> dict[str, MappedFile]:

@@ -71,6 +71,8 @@ def save(
     job = _Encoder(LAYOUTS[layout], block_shape, input_scale, NamePatterns(exclude))
     for name, value in tensors.items():
         job.add(name, value)
+    for name, array in job.stored.items():
+        _tag(name, array)
     section, hf_quant = quantization_configs(
         job.layout, block_shape, job.unquantized, input_scale is None
     )
