@@ -77,7 +77,7 @@ def dequantize_slots(
     if p.format == "bf16":
         return p.value.astype(jnp.float32)
     if p.format == "nvfp4":
-        return formats.nvfp4_to_bf16(p.value, p.scale).astype(jnp.float32)
+        return jnp.asarray(formats.nvfp4_to_bf16(p.value, p.scale)).astype(jnp.float32)
     assert p.block_shape is not None
     (slots, _, width), block_k = p.value.shape, p.block_shape[1]
     place = columns_to_segments(first_slot, slots, width, block_k)

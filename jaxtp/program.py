@@ -108,7 +108,11 @@ def slot_partials(
     t, columns = x.shape
     q, d = formats.quantize_int8(x.astype(jnp.float32).reshape(t, columns // 32, 32))
     return pallas_kernels.nvfp4_int8_matmul(
-        q.reshape(t, columns), d, value, scale, implementation=implementation
+        jnp.asarray(q).reshape(t, columns),
+        jnp.asarray(d),
+        value,
+        scale,
+        implementation=implementation,
     )
 
 
@@ -137,7 +141,7 @@ def _quantize_segments(
     columns = segment_columns(first_slot, slots, width, segments, block_k)
     if columns is None:
         code, d = formats.quantize_e4m3(x.reshape(t, slots, segments, block_k))
-        return code.reshape(t, total), d
+        return jnp.asarray(code).reshape(t, total), jnp.asarray(d)
     gather = jax.vmap(
         lambda row, c: row.at[:, c].get(mode="fill", fill_value=0),
         in_axes=(1, 0),
@@ -148,7 +152,7 @@ def _quantize_segments(
     flat = lax.bitcast_convert_type(code, jnp.uint8).reshape(t, slots, -1)
     code = jax.vmap(lambda row, c: row[:, c], in_axes=(1, 0), out_axes=1)(flat, back)
     code = lax.bitcast_convert_type(code, jnp.float8_e4m3fn)
-    return code.reshape(t, total), d
+    return code.reshape(t, total), jnp.asarray(d)
 
 
 def apply_global_scale(
@@ -165,5 +169,5 @@ def apply_global_scale(
     if y.size == 0:
         return y
     if kind == "divisor":
-        return rounded(formats.rounded_divide(y, scale), runtime_zero(y))
+        return rounded(jnp.asarray(formats.rounded_divide(y, scale)), runtime_zero(y))
     return rounded(y * scale, runtime_zero(y))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
@@ -256,7 +257,7 @@ def _on_mesh(
 
 def _spread(x: Any, mesh: Mesh) -> Array:
     """Puts an array that is not on the mesh onto all its devices, replicated."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x
     if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
         return x

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -26,7 +27,7 @@ def unplaced(weight: Weight, plan: ReductionPlan) -> PlacedWeight:
     layout = packing.weight_layout(weight, plan)
     parts = jax.tree.leaves(weight)
     device = _device(parts)
-    if not any(isinstance(part, jax.core.Tracer) for part in parts):
+    if not any(isinstance(part, Tracer) for part in parts):
         check_values(weight, layout)
     scale = global_scale = block_shape = kind = None
     if isinstance(weight, Bf16Weight):
@@ -67,9 +68,9 @@ def check_values(weight: Weight, layout: SlotLayout) -> None:
         packing.pack_global_scale(weight)
 
 
-def _device(parts: list[Any]) -> jax.Device:
+def _device(parts: list[Any]) -> Any:
     for part in parts:
-        if isinstance(part, jax.Array) and not isinstance(part, jax.core.Tracer):
+        if isinstance(part, jax.Array) and not isinstance(part, Tracer):
             return next(iter(part.devices()))
     return jax.devices()[0]
 

@@ -1,15 +1,13 @@
 """Which form of a kernel runs: named by the caller, or fixed by the device."""
 
-from typing import Literal, cast
-
-import jax
+from typing import Any, Literal, cast
 
 Implementation = Literal["mosaic", "portable"]
 IMPLEMENTATIONS = ("mosaic", "portable")
 
 
 def resolve_implementation(
-    implementation: Implementation | None, device: jax.Device
+    implementation: Implementation | None, device: Any
 ) -> Implementation:
     """The implementation that a call on `device` uses.
 
@@ -17,7 +15,7 @@ def resolve_implementation(
 
     Args:
         implementation: "mosaic", "portable" or None.
-        device: A device that the call runs on.
+        device: The `jax.Device` that the call runs on.
 
     Raises:
         ValueError: If the name is unknown.
@@ -50,5 +48,5 @@ def resolve_implementation(
     return cast(Implementation, implementation)
 
 
-def _compute_capability(device: jax.Device) -> str:
+def _compute_capability(device: Any) -> str:
     return str(getattr(device, "compute_capability", ""))

@@ -7,6 +7,7 @@ that no compiler merges a single step with what stands around it.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,7 @@ def call_tiles(
     return out[:, :tokens, :rows]
 
 
-def tile_index() -> tuple[Array, pl.Slice, pl.Slice]:
+def tile_index() -> tuple[Array, Any, Any]:
     """This step's slot, rows and tokens."""
     slot, n, t = (pl.program_id(axis) for axis in range(3))
     return slot, pl.ds(n * BLOCK_N, BLOCK_N), pl.ds(t * BLOCK_T, BLOCK_T)

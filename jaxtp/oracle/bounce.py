@@ -27,7 +27,7 @@ def row_parallel(
     activation: Activation | None = None,
     reduce: bool = True,
     implementation: Implementation | None = None,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> np.ndarray:
     """What `jaxtp.row_parallel` must return, word for word.
 
@@ -85,7 +85,7 @@ def column_parallel(
     out_slots: int = 8,
     gather: bool = True,
     implementation: Implementation | None = None,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> np.ndarray:
     """What `jaxtp.column_parallel` must return, word for word.
 
@@ -151,7 +151,7 @@ def slot_partials(
     rows: slice,
     activation: Activation | None,
     implementation: Implementation | None = None,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> np.ndarray:
     """Partials `[slots, T, rows]` of one rank, computed on one device.
 
