@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_cases import FP8_CONFIG, MODELOPT_CONFIG, codes, e4m3, folder, nvfp4
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtp import checkpoint
@@ -33,6 +33,7 @@ def opened():
 AXIS = st.integers(-4, 3) | st.slices(5)
 
 
+@settings(deadline=None)
 @given(st.lists(AXIS, min_size=1, max_size=3).map(tuple))
 def test_indexing_gives_what_numpy_gives(opened, index) -> None:
     ckpt, bank, stack = opened

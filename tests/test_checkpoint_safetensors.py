@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from checkpoint_cases import entry, file_bytes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtp.checkpoint.files import MappedFile
@@ -197,11 +197,13 @@ def parse_or_refuse(data: bytes) -> None:
         assert np.prod(e.shape, dtype=object) * e.dtype.itemsize == e.nbytes
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_header_or_a_typed_error(data: bytes) -> None:
     parse_or_refuse(data)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=100), st.integers(0, 120))
 def test_any_text_behind_a_plausible_length_is_too(text: bytes, length: int) -> None:
     parse_or_refuse(file_bytes(b"{" + text, length=length))
@@ -225,11 +227,13 @@ ROW = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=4), ROW | JSON, max_size=3), st.integers(0, 20))
 def test_any_json_header_is_a_header_or_a_typed_error(header, size: int) -> None:
     parse_or_refuse(file_bytes(header, bytes(size)))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_one_changed_byte_of_a_good_file_is_a_header_or_a_typed_error(data) -> None:
     header = {
