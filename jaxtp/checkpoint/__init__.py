@@ -6,6 +6,7 @@ from jaxtp.checkpoint.lazy import LazyStack as LazyStack
 from jaxtp.checkpoint.lazy import LazyTensor as LazyTensor
 from jaxtp.checkpoint.reader import Checkpoint as Checkpoint
 from jaxtp.checkpoint.reader import open as open
+from jaxtp.checkpoint.report import COLUMNS as COLUMNS
 from jaxtp.checkpoint.report import Problem as Problem
 from jaxtp.checkpoint.report import Report as Report
 from jaxtp.checkpoint.report import Row as Row
