@@ -80,14 +80,24 @@ def save(
     full_config = dict(config or {})
     if section:
         full_config["quantization_config"] = section
+    jsons = {"config.json": full_config, "hf_quant_config.json": hf_quant}
+    _write_folder(path, files, jsons)
+
+
+def _write_folder(
+    path: Path,
+    files: Mapping[str, Mapping[str, np.ndarray]],
+    jsons: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Writes the tensors, their index if there are several files, and the configs."""
     path.mkdir(parents=True, exist_ok=True)
     for file_name, part in files.items():
         write_file(path / file_name, part)
     if len(files) > 1:
         _write_json(path / INDEX_NAME, _index(files))
-    _write_json(path / "config.json", full_config)
-    if hf_quant:
-        _write_json(path / "hf_quant_config.json", hf_quant)
+    for name, table in jsons.items():
+        if table or name == "config.json":
+            _write_json(path / name, table)
 
 
 def write_file(
