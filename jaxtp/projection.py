@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from jaxtp.errors import MeshError
+from jaxtp.errors import PlanError
 from jaxtp.gradient import input_gradient, with_input_gradient
 from jaxtp.local_projection import (
     all_slots,
@@ -196,7 +196,7 @@ def project(
         f32 `[T, N]`.
 
     Raises:
-        JaxtpError: As `row_parallel`; also `MeshError` if a plan is given for a placed
+        JaxtpError: As `row_parallel`; also `PlanError` if a plan is given for a placed
             weight that has another.
 
     Bits:
@@ -205,7 +205,7 @@ def project(
     if isinstance(weight, PlacedWeight):
         check_call(weight, ("replicated",))
         if plan is not None and plan != weight.plan:
-            raise MeshError(
+            raise PlanError(
                 f"the placed weight has {weight.plan}; got plan={plan}. Leave `plan` "
                 "out, or place the weight under that plan."
             )
