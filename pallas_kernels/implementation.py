@@ -11,7 +11,8 @@ def resolve_implementation(
 ) -> Implementation:
     """The implementation that a call on `device` uses.
 
-    None is "mosaic" on a Hopper GPU and "portable" on a CPU. Nothing falls back.
+    "mosaic" runs on Hopper GPUs and "portable" on CPUs; None takes the one that runs.
+    Nothing falls back.
 
     Args:
         implementation: "mosaic", "portable" or None.
@@ -20,31 +21,26 @@ def resolve_implementation(
     Raises:
         ValueError: If the name is unknown.
         NotImplementedError: If the named implementation cannot run on the device, or
-            none was named and the device has no default.
+            none can.
     """
     hopper = device.platform == "gpu" and _compute_capability(device) == "9.0"
-    if implementation is None:
-        if hopper or device.platform == "cpu":
-            return "mosaic" if hopper else "portable"
-        raise NotImplementedError(
-            f"{device.device_kind!r} has no default implementation; pass "
-            "implementation='portable'."
-        )
-    if implementation not in IMPLEMENTATIONS:
+    runs = "mosaic" if hopper else "portable" if device.platform == "cpu" else None
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"`implementation` must be one of {IMPLEMENTATIONS} or None; got "
             f"{implementation!r}."
         )
-    if implementation == "mosaic" and not hopper:
+    if runs is None:
         raise NotImplementedError(
-            "implementation='mosaic' needs a Hopper GPU (compute capability 9.0); got "
-            f"{device.device_kind!r}. implementation='portable' runs there."
+            "kernels run on Hopper GPUs ('mosaic', compute capability 9.0) and on CPUs "
+            f"('portable'); got {device.device_kind!r}."
         )
-    if implementation == "portable" and device.platform not in ("cpu", "gpu"):
+    if implementation not in (None, runs):
         raise NotImplementedError(
-            "implementation='portable' runs on CPUs and GPUs; got "
-            f"{device.device_kind!r}."
+            f"implementation={implementation!r} cannot run on {device.device_kind!r}; "
+            f"implementation={runs!r} runs there."
         )
+    implementation = runs
     return cast(Implementation, implementation)
 
 

@@ -348,7 +348,7 @@ def test_bad_input_is_refused_before_any_arithmetic(call, error, text):
 
 
 def test_mosaic_on_a_cpu_is_refused_and_names_what_runs():
-    with pytest.raises(NotImplementedError, match="'portable' runs there"):
+    with pytest.raises(NotImplementedError, match="implementation='portable' runs there"):
         jaxtp.row_parallel(normal(2, 160), placed(), implementation="mosaic")
 
 
