@@ -4,6 +4,7 @@ What is multiplied, in which blocks and with which roundings is all here and in
 `pallas_kernels`. Nothing here knows a mesh, and nothing here adds slots together.
 """
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -51,6 +52,9 @@ def resolve_activation(format: str, activation: str | None, dtype: Any) -> Activ
     return activation  # pyright: ignore[reportReturnType]
 
 
+@functools.partial(
+    jax.jit, static_argnames=("format", "activation", "block_k", "implementation")
+)
 def slot_partials(
     x: Array,
     value: Array,

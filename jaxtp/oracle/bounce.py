@@ -12,11 +12,6 @@ from jaxtp.program import Activation
 from jaxtp.weights import Fp8Weight, Nvfp4Weight, Weight, validate
 from pallas_kernels import Implementation, resolve_implementation
 
-_run = jax.jit(
-    program.slot_partials,
-    static_argnames=("format", "activation", "block_k", "implementation"),
-)
-
 
 def row_parallel(
     x: Any,
@@ -173,7 +168,7 @@ def slot_partials(
     scale = None
     if isinstance(weight, Fp8Weight | Nvfp4Weight):
         scale = jax.device_put(packing.pack_scale(weight, layout, slots, rows), device)
-    out = _run(
+    out = program.slot_partials(
         jax.device_put(padded[:, columns], device),
         jax.device_put(packing.pack_value(weight, layout, slots, rows), device),
         scale,
