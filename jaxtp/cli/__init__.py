@@ -1,1 +1,1 @@
-
+"""The `jaxtp` command: sweep, inspect, plan and verify."""

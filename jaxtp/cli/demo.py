@@ -1,4 +1,4 @@
-"""A small checkpoint in the shapes of Step: experts of width 1280, a 576-row matrix."""
+"""A small checkpoint in the manner of Step: experts of width 1280, hidden size 576."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +17,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 """The checkpoint layout that each weight format is written in."""
 
-HIDDEN = 256
+HIDDEN = 576
+HEADS_WIDTH = 1024
 EXPERT_WIDTH = 1280
 EXPERTS = 2
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "model.layers.0.self_attn.o_proj.weight": (HIDDEN, 1024),
-    "model.layers.0.self_attn.kv_a_proj.weight": (576, HIDDEN),
+    "model.layers.1.self_attn.o_proj.weight": (HIDDEN, HEADS_WIDTH),
     "model.layers.1.moe.gate_proj.weight": (EXPERTS, EXPERT_WIDTH, HIDDEN),
     "model.layers.1.moe.up_proj.weight": (EXPERTS, EXPERT_WIDTH, HIDDEN),
     "model.layers.1.moe.down_proj.weight": (EXPERTS, HIDDEN, EXPERT_WIDTH),
@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 """Matrices `[N, K]` and banks `[E, N, K]`.
 
 K = 1280 makes slots of 160 columns, which cut scale blocks of 128; K = 1024 makes
-slots of one block; 576 rows end in half a block.
+slots of one block; K = 576 leaves two slots empty, and 576 rows end in half a block.
 """
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxtp.checkpoint import Checkpoint, Row
@@ -14,6 +14,16 @@ from jaxtp.weights import Fp8Weight, Nvfp4Weight, Weight
 Operation = Literal["row", "column"]
 OPERATIONS: tuple[Operation, ...] = ("row", "column")
 FORMATS = ("bf16", "e4m3", "nvfp4")
+
+COVERAGE = {
+    "covering": (
+        "Covered: every shape with every activation, in turn by row and by column, the "
+        "numbers of tokens in turn; both plans and all meshes for each. --full runs "
+        "every combination."
+    ),
+    "full": "Covered: every shape, activation, operation, plan, T and mesh.",
+}
+"""What `covering_cases` and `all_cases` cover, in words."""
 
 Family = tuple[str, tuple[int, ...], object]
 """Format, shape and static facts: weights of one family share compiled programs."""
@@ -51,7 +61,7 @@ def sample(
 ) -> list[Subject]:
     """Up to `limit` matrices of a checkpoint, of as many families as possible.
 
-    A bank stands for its first and its last expert. Nothing is read.
+    A bank stands for its last expert. Nothing is read but a bank's global scales.
 
     Args:
         ckpt: An open checkpoint.
@@ -67,8 +77,8 @@ def sample(
     for row in ckpt.report().rows:
         if not _fits(row, pattern, formats):
             continue
-        for subject in _subjects(row.name, ckpt.weight(row.name)):
-            families.setdefault(subject.family, []).append(subject)
+        subject = _subject(row.name, ckpt.weight(row.name))
+        families.setdefault(subject.family, []).append(subject)
     if not families:
         raise MissingTensorError(
             f"no weight of {ckpt.path.name} matches {pattern!r} with a format in "
@@ -87,12 +97,11 @@ def _fits(row: Row, pattern: str, formats: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(row.name, pattern)
 
 
-def _subjects(name: str, weight: Weight) -> Iterator[Subject]:
+def _subject(name: str, weight: Weight) -> Subject:
     if not weight.is_bank:
-        yield Subject(name, weight)
-        return
-    for e in sorted({0, weight.shape[0] - 1}):
-        yield Subject(f"{name}[{e}]", weight.expert(e))
+        return Subject(name, weight)
+    last = weight.shape[0] - 1
+    return Subject(f"{name}[{last}]", weight.expert(last))
 
 
 def all_cases(subjects: Sequence[Subject], tokens: Sequence[int]) -> list[Case]:
@@ -111,7 +120,8 @@ def covering_cases(subjects: Sequence[Subject], tokens: Sequence[int]) -> list[C
 
     Each activation meets as many token counts as there are families of its format.
     """
-    cases, position = [], dict.fromkeys(FORMATS, 0)
+    cases: list[Case] = []
+    position: dict[str, int] = dict.fromkeys(FORMATS, 0)
     for members in _families(subjects):
         format = members[0].weight.format
         j = position[format]
