@@ -20,7 +20,7 @@ def check_values(
 
     Args:
         ckpt: An open checkpoint.
-        advance_to: Called now and then with the bytes read so far.
+        advance_to: Called now and then, and at the end, with the bytes read so far.
     """
     before = ckpt.bytes_read
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -28,4 +28,5 @@ def check_values(
         while not report.done():
             concurrent.futures.wait([report], timeout=_POLL_SECONDS)
             advance_to(ckpt.bytes_read - before)
+    advance_to(ckpt.bytes_read - before)
     return report.result()
