@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Float32, Int32
 
 from jaxtp import formats
@@ -35,23 +36,33 @@ def with_input_gradient(
             any gradient where `backward` is None.
     """
 
+    def call(x: Array, weight: PlacedWeight) -> Array:
+        return _custom_vjp(forward, backward, jax.typeof(x))(x, weight)
+
+    return call
+
+
+def _custom_vjp(
+    forward: Callable[[Array, PlacedWeight], Array],
+    backward: Callable[[Array, PlacedWeight], Array] | None,
+    like: Any,
+) -> Callable[[Array, PlacedWeight], Array]:
+    """The rule for an `x` of type `like` (dtype, and sharding on Explicit axes)."""
+
     @jax.custom_vjp
     def run(x: Array, weight: PlacedWeight) -> Array:
         return forward(x, weight)
 
-    def run_forward(x: Any, weight: Any) -> tuple[Array, tuple[PlacedWeight, Array]]:
+    def run_forward(x: Any, weight: Any) -> tuple[Array, PlacedWeight]:
         if any(leaf.perturbed for leaf in jax.tree.leaves(weight)):
             raise UnsupportedError(
                 "projections have a gradient with respect to `x` alone; stop the "
                 "gradient of the weight with jax.lax.stop_gradient."
             )
         values = jax.tree.map(lambda leaf: leaf.value, weight)
-        return forward(x.value, values), (values, x.value[:0])
+        return forward(x.value, values), values
 
-    def run_backward(
-        residual: tuple[PlacedWeight, Array], dy: Any
-    ) -> tuple[Array, None]:
-        weight, like = residual
+    def run_backward(weight: PlacedWeight, dy: Any) -> tuple[Array, None]:
         if backward is None:
             raise UnsupportedError(
                 "reduce=False and gather=False have no gradient; take it through the "
@@ -59,7 +70,10 @@ def with_input_gradient(
             )
         if isinstance(dy, jax.custom_derivatives.SymbolicZero):
             dy = jnp.zeros(dy.shape, jnp.float32)
-        return backward(dy, weight).astype(like.dtype), None
+        dx = backward(dy, weight).astype(like.dtype)
+        if AxisType.Explicit in like.sharding.mesh.axis_types:
+            dx = jax.sharding.reshard(dx, like.sharding)
+        return dx, None
 
     run.defvjp(run_forward, run_backward, symbolic_zeros=True)
     return run

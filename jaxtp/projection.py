@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from jaxtp.errors import PlanError
+from jaxtp.errors import MeshError, PlanError
 from jaxtp.gradient import input_gradient, with_input_gradient
 from jaxtp.local_projection import (
     all_slots,
@@ -197,7 +197,8 @@ def project(
 
     Raises:
         JaxtpError: As `row_parallel`; also `PlanError` if a plan is given for a placed
-            weight that has another.
+            weight that has another, and `MeshError` if `x` is on Explicit mesh axes
+            and the weight is not placed.
 
     Bits:
         As `row_parallel`.
@@ -215,6 +216,12 @@ def project(
         placed = unplaced(weight, ReductionPlan() if plan is None else plan)
         check_call(placed, ("replicated",))
         x = jnp.asarray(x)
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            raise MeshError(
+                f"`x` is on a mesh with Explicit axes {mesh.axis_names} and the weight "
+                "is not placed; call place(weight, mesh, parallel='replicated') first."
+            )
     return _project(
         x,
         placed,
@@ -232,7 +239,9 @@ def _project(x: Array, p: PlacedWeight, **options: Any) -> Array:
         return input_gradient(dy, p, jnp.int32(0))
 
     def spread(run: Callable[..., Array], x: Array, p: PlacedWeight) -> Array:
-        return run(x, p) if p.mesh.size == 1 else _on_mesh(run, x, p, P(), P())
+        if p.mesh.size > 1 or AxisType.Explicit in p.mesh.axis_types:
+            return _on_mesh(run, x, p, P(), P())
+        return run(x, p)
 
     def backward(dy: Array, p: PlacedWeight) -> Array:
         dy = apply_global_scale(dy, p.global_scale, p.global_scale_kind)
@@ -243,7 +252,11 @@ def _project(x: Array, p: PlacedWeight, **options: Any) -> Array:
 
 
 def _on_mesh(
-    local: Callable[..., Array], x: Array, p: PlacedWeight, spec: P, out: P
+    local: Callable[..., Array],
+    x: Array,
+    p: PlacedWeight,
+    spec: P,
+    out: P,
 ) -> Array:
     """Runs a rank's part of a call on the weight's mesh.
 

@@ -60,12 +60,17 @@ def check_values(weight: Weight, layout: SlotLayout) -> None:
     Raises:
         NonFiniteError: Naming the part and the first bad index.
     """
+    weight = jax.tree.map(_host, weight)
     everything = slice(0, layout.num_slots), slice(0, weight.shape[-2])
     if isinstance(weight, Fp8Weight | Nvfp4Weight) and not weight.is_bank:
         packing.pack_value(weight, layout, *everything)
         packing.pack_scale(weight, layout, *everything)
     if isinstance(weight, Nvfp4Weight):
         packing.pack_global_scale(weight)
+
+
+def _host(part: Any) -> Any:
+    return np.asarray(part) if isinstance(part, jax.Array) else part
 
 
 def _device(parts: list[Any]) -> Any:

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import normal, weight
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
@@ -328,6 +329,13 @@ REFUSALS = {
         PlanError,
         "num_slots=8",
     ),
+    "x on Explicit axes, weight not placed": (
+        lambda: jaxtp.project(
+            on_explicit_axes(normal(2, 160)), weight("bf16", 40, 160)
+        ),
+        MeshError,
+        "parallel='replicated'",
+    ),
     "unknown implementation": (
         lambda: jaxtp.row_parallel(normal(2, 160), placed(), implementation="triton"),
         ValueError,
@@ -335,6 +343,11 @@ REFUSALS = {
     ),
 }
 CODE = np.zeros((40, 160), ml_dtypes.float8_e4m3fn)
+
+
+def on_explicit_axes(x):
+    mesh = jaxtp.make_mesh(tp=2, axis_types=AxisType.Explicit)
+    return jax.device_put(x, NamedSharding(mesh, P()))
 
 
 def placed_parts(w):
@@ -348,7 +361,9 @@ def test_bad_input_is_refused_before_any_arithmetic(call, error, text):
 
 
 def test_mosaic_on_a_cpu_is_refused_and_names_what_runs():
-    with pytest.raises(NotImplementedError, match="implementation='portable' runs there"):
+    with pytest.raises(
+        NotImplementedError, match="implementation='portable' runs there"
+    ):
         jaxtp.row_parallel(normal(2, 160), placed(), implementation="mosaic")
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp import oracle
-from jaxtp.testing import assert_same_words
+from jaxtp.testing import assert_same_words, assert_within_bound
 
 T, N, K = 5, 200, 416
 
@@ -266,3 +266,27 @@ def test_the_order_of_devices_in_the_mesh_changes_no_word():
         )
         y = jaxtp.row_parallel(x, p, activation="e4m3")
         assert_same_words(y, expected("e4m3", "e4m3", plan))
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+@pytest.mark.parametrize("op", ["row", "column", "replicated"])
+def test_x_may_lie_on_the_mesh_in_any_way(op, axis_types):
+    f, parallel = OPS[op]
+    mesh = jaxtp.make_mesh(tp=4, axis_types=AXIS_TYPES[axis_types])
+    w = weight("e4m3", N, K)
+    p = jaxtp.place(w, mesh, parallel=parallel)
+    x = activations(8, K, "e4m3")
+    want = oracle.project(x, w, activation="e4m3")
+    value = np.asarray(w.dequantize(), np.float64).sum(0)
+    for spec in (P(), P("tp"), P(None, "tp")):
+        on_mesh = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+        def loss(x):
+            y = f(x, p, activation="e4m3")
+            return y.sum(), y
+
+        (_, y), dx = jax.jit(jax.value_and_grad(loss, has_aux=True))(on_mesh)
+        assert_same_words(y, want, what=f"{op} {spec}")
+        # Every cotangent is 1: dx is a sum of N weights, whatever the token.
+        magnitude = np.abs(np.asarray(w.dequantize(), np.float64)).sum(0)
+        assert_within_bound(dx, value[None], magnitude[None], depth=2 * N)
