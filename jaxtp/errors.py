@@ -33,6 +33,14 @@ class ActivationError(JaxtpError, ValueError):
     """An activation mode is missing, or unknown for this weight format."""
 
 
+class ConfigError(JaxtpError, ValueError):
+    """A static option, such as a clamp limit or a top-k, is out of its range."""
+
+
+class ExpertError(JaxtpError, ValueError):
+    """An expert id, a selection bias or an active mask does not fit the experts."""
+
+
 class FormatError(JaxtpError, ValueError):
     """A quantized weight's parts contradict each other."""
 

@@ -29,8 +29,10 @@ MAY_IMPORT = {
         "jaxtp.packing",
         "jaxtp.plan",
         "jaxtp.program",
+        "jaxtp.router_config",
         "jaxtp.weights",
     },
+    "jaxtp.router_config": {"jaxtp.errors"},
     "jaxtp.reduction": {
         "jaxtp.errors",
         "jaxtp.plan",
