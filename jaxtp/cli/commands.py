@@ -112,9 +112,9 @@ def _sweep(subjects: Sequence[sampling.Subject], args: argparse.Namespace) -> Sw
 LEGEND = (
     "words: SHA-256 of the float32 words. = oracle: the host bounce with as many ranks "
     "as the largest mesh, run once on all tokens. ms: one run of all plans on the "
-    "largest mesh, rough because others compile meanwhile. psum %: words that change against the first mesh if each rank adds "
-    "its slots in plan order and `lax.psum` adds the ranks; 0.0 where psum happens to "
-    "add in the plan's order."
+    "largest mesh, rough because others compile meanwhile. psum %: words that change "
+    "against the first mesh if each rank adds its slots in plan order and `lax.psum` "
+    "adds the ranks; 0.0 where psum happens to add in the plan's order."
 )
 
 
