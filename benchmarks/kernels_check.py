@@ -24,7 +24,8 @@ from jaxtp import testing
 FULL = {
     "unaligned": ((8, 576, 160), (1, 7, 8, 20, 64)),
     "slots": ((8, 80, 512), (1, 7, 8, 64)),
-    "one_slot": ((1, 576, 4096), (1, 8)),
+    "one_slot": ((1, 576, 4096), (1, 8, 16)),
+    "wide": ((2, 72, 1184), (1, 8, 24)),
     "ragged": ((2, 20, 96), (7,)),
 }
 TINY = {"unaligned": ((8, 48, 160), (1, 7)), "ragged": ((2, 20, 96), (7,))}
@@ -220,6 +221,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", nargs="?", help="JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="portable, on a CPU")
+    parser.add_argument("--only", nargs="*", choices=cases.PROGRAMS, help="programs")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--budget", type=float, default=330.0, help="seconds")
     options = parser.parse_args()
@@ -232,11 +234,14 @@ def main():
     for name, (sizes, counts) in problems.items():
         problem = cases.make_problem(name, *sizes, tokens)
         run = Runner(problem, implementation)
-        for program in cases.PROGRAMS:
+        for program in options.only or cases.PROGRAMS:
             check_program(report, run, program, counts)
     if not options.tiny and not options.no_times:
         deadline = report.started + options.budget
-        report.check("times", kernel_times.measure_all, report.times, deadline)
+        programs = options.only or cases.PROGRAMS
+        report.check(
+            "times", kernel_times.measure_all, report.times, deadline, programs
+        )
     report.write()
     report.table()
 

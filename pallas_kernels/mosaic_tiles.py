@@ -3,7 +3,7 @@
 Every kernel computes one tile `[64 weight rows, tokens]` of one slot in one warpgroup.
 Weight rows are the M operand of `wgmma` and tokens its N operand, so that the K step of
 the instruction, and with it every word, is the same for any number of tokens. K is
-walked in tiles of 128 columns; what lies beyond a slot, a row or a token is filled with
+walked in steps of whole 128 columns; what lies beyond a slot, a row or a token is filled with
 zeros by the copy engine, and products of zeros leave an accumulator as it is.
 """
 
@@ -22,10 +22,12 @@ TILE_ROWS = 64
 """Weight rows of a tile: the M of `wgmma`."""
 
 TILE_K = 128
-"""Columns of a pipeline step. Part of no program: steps are added in one chain."""
+"""Columns of a pipeline step, or half of them. Part of no program: steps are added in one chain."""
 
 MAX_TILE_TOKENS = 64
-STAGES = 4
+
+STAGES = 3
+"""Steps in flight. More take shared memory from other blocks of a multiprocessor."""
 
 GRID = ("row_tile", "slot", "token_tile")
 
@@ -133,12 +135,17 @@ def weight_spec(
 
 
 def token_spec(
-    tokens: int, atom: int, dtype: Any, *, delay_release: int = 0
+    tokens: int,
+    atom: int,
+    dtype: Any,
+    *,
+    columns: int = TILE_K,
+    delay_release: int = 0,
 ) -> plgpu.BlockSpec:
-    """Tile `[tokens, 128]` of activations `[T, S, W]`, `atom` columns a swizzle."""
+    """Tile `[tokens, columns]` of activations `[T, S, W]`, `atom` a swizzle."""
     slot, tile = lax.axis_index("slot"), lax.axis_index("token_tile")
     return plgpu.BlockSpec(
-        (tokens, None, TILE_K),
+        (tokens, None, columns),
         lambda k: (tile, slot, k),
         transforms=swizzled(atom, dtype),
         delay_release=delay_release,
@@ -150,13 +157,16 @@ def pipeline(
     width: int,
     specs: Sequence[plgpu.BlockSpec],
     carry: Any = None,
+    *,
+    columns: int = TILE_K,
+    stages: int = STAGES,
 ) -> Callable[..., Any]:
-    """Walks a slot of `width` columns, copies running `STAGES` tiles ahead."""
+    """Walks a slot of `width` columns, copies running `stages` tiles ahead."""
     return plgpu.emit_pipeline(
         body,
-        grid=(pl.cdiv(width, TILE_K),),
+        grid=(pl.cdiv(width, columns),),
         in_specs=specs,
-        max_concurrent_steps=STAGES,
+        max_concurrent_steps=stages,
         init_carry=carry,
     )
 

@@ -61,14 +61,19 @@ def register_operands(monkeypatch):
             value = jnp.where(magnitude == jnp.int32(index), jnp.float32(m), value)
         return jnp.where(nibbles > jnp.int32(7), -value, value)
 
-    def scaled(code, scales):
-        columns = jnp.stack(scales, axis=1).astype(jnp.float32)
-        value = values(code).reshape(code.shape[0], len(scales), -1)
-        value = value * columns[:, :, None]
-        return value.reshape(code.shape[0], -1).astype(jnp.bfloat16)
+    def scaled(code, scale, first):
+        columns = mosaic_decode.COLUMNS
+        wide = jnp.repeat(scale.astype(jnp.float32), 16, axis=1)
+        value = (values(code) * wide)[:, first : first + columns]
+        return value.astype(jnp.bfloat16)
 
-    def doubled(code):
-        return (values(code) * jnp.float32(2.0)).astype(jnp.bfloat16)
+    def doubled(code, first):
+        value = values(code)[:, first : first + mosaic_decode.COLUMNS]
+        return (value * jnp.float32(2.0)).astype(jnp.bfloat16)
+
+    def row_scales(scale):
+        columns = scale.astype(jnp.float32).astype(jnp.bfloat16)
+        return [columns[:, column] for column in range(columns.shape[1])]
 
     def multiply(dot, weight, x_smem, cut):
         def fresh(acc):
@@ -82,6 +87,7 @@ def register_operands(monkeypatch):
     monkeypatch.setattr(plgpu, "wgmma", through_smem)
     monkeypatch.setattr(mosaic_decode, "scaled", scaled)
     monkeypatch.setattr(mosaic_decode, "doubled", doubled)
+    monkeypatch.setattr(mosaic_decode, "row_scales", row_scales)
     monkeypatch.setattr(mosaic_decode, "rounded_product", lambda a, b: a * b)
 
 
@@ -104,6 +110,7 @@ def test_bf16_tiles_meet_every_edge(slots, n, width, tokens):
         (2, 3, 80, 160, 128, 9),
         (1, 1, 7, 96, 32, 1),
         (1, 5, 64, 96, 256, 8),
+        (1, 1, 64, 1056, 128, 8),
     ],
 )
 def test_e4m3_scales_follow_global_segments(
@@ -185,6 +192,7 @@ def test_byte_permutations_decode_every_four_codes(monkeypatch, factor):
     monkeypatch.setattr(mosaic_decode, "vector", plain)
     monkeypatch.setattr(mosaic_decode, "_permute", permuted_bytes)
     monkeypatch.setattr(mosaic_decode, "_constant", np.uint32)
+    monkeypatch.setattr(mosaic_decode, "_held", np.uint32)
     codes = np.arange(1 << 16, dtype=np.uint32)
     tables = mosaic_decode._tables([factor * m for m in mosaic_decode.MAGNITUDES])
     pairs = np.stack(mosaic_decode._values(codes, tables), axis=-1)

@@ -19,6 +19,12 @@ from jaxtyping import Array, Float8e4m3fn, Float32, Int32
 
 from pallas_kernels import mosaic_tiles as tiles
 
+WIDE_SLOT = 1024
+"""Slots of this many columns are walked in wider steps, which wait less often."""
+
+MANY_TOKENS = 32
+"""Tiles of this many tokens take most of a step's shared memory."""
+
 
 def fp8_matmul(
     x: Array,
@@ -48,6 +54,7 @@ def fp8_matmul(
         `scale` or of the rounded product `scale * x_scale`.
     """
     (slots, n, width), tokens = code.shape, x.shape[0]
+    block = tiles.tile_tokens(tokens)
     operands = [
         first_slot.reshape(1).astype(jnp.int32),
         tiles.slot_view(x.astype(jnp.bfloat16), slots),
@@ -58,7 +65,10 @@ def fp8_matmul(
         operands.append(tiles.pad_to_multiple(x_scale.transpose(1, 2, 0), 2, 8))
     return tiles.launch(
         functools.partial(
-            _tile, cut=_Cut(width, block_k), tokens=tiles.tile_tokens(tokens)
+            _tile,
+            cut=_Cut(width, block_k, _step_columns(width, block)),
+            tokens=block,
+            stages=2 if block >= MANY_TOKENS or width >= WIDE_SLOT else 4,
         ),
         operands,
         slots=slots,
@@ -68,6 +78,12 @@ def fp8_matmul(
     )
 
 
+def _step_columns(width: int, tokens: int) -> int:
+    """Part of no program: the steps of a segment are one chain in its accumulator."""
+    wide = width >= WIDE_SLOT and tokens < MANY_TOKENS
+    return 2 * tiles.TILE_K if wide else tiles.TILE_K
+
+
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """Static facts of slots of `width` columns under scale blocks of `block` columns.
@@ -75,10 +91,12 @@ class _Cut:
     Attributes:
         width: Columns of a slot.
         block: Columns of a scale block.
+        step: Columns of a pipeline step.
     """
 
     width: int
     block: int
+    step: int
 
     @property
     def unit(self) -> int:
@@ -97,10 +115,12 @@ class _Cut:
 
     @property
     def segments_per_tile(self) -> int:
-        """The most segments that one tile of columns can meet."""
-        if self.aligned and self.block % tiles.TILE_K == 0:
+        """The most segments that one step's columns can meet."""
+        if self.aligned and self.block % self.step == 0:
             return 1
-        return (tiles.TILE_K - 1) // self.block + 2
+        if self.aligned and self.step % self.block == 0:
+            return self.step // self.block
+        return (self.step - 1) // self.block + 2
 
     def atom(self) -> int:
         """Columns of a swizzle atom of the codes."""
@@ -115,6 +135,7 @@ def _tile(
     *x_scale_gmem: jax.Ref,
     cut: _Cut,
     tokens: int,
+    stages: int,
 ) -> Array:
     slot = lax.axis_index("slot")
     start = (first_gmem[0] + slot) * jnp.int32(cut.width)
@@ -125,18 +146,18 @@ def _tile(
         index: tuple[Array], code_smem: jax.Ref, x_smem: jax.Ref, *rest: Any
     ) -> tuple[Array, Array]:
         *scales, carry = rest
-        column = index[0] * jnp.int32(tiles.TILE_K)
+        column = index[0] * jnp.int32(cut.step)
         return _add_tile(code_smem, x_smem, scales, column, offset, carry, cut)
 
     specs = [
-        tiles.weight_spec(tiles.TILE_K, cut.atom(), jnp.float8_e4m3fn),
-        tiles.token_spec(tokens, min(64, cut.unit), jnp.bfloat16),
+        tiles.weight_spec(cut.step, cut.atom(), jnp.float8_e4m3fn),
+        tiles.token_spec(tokens, min(64, cut.unit), jnp.bfloat16, columns=cut.step),
         _scale_spec(tiles.TILE_ROWS, "row_tile", offset, cut),
     ]
     if x_scale_gmem:
         specs.append(_scale_spec(tokens, "token_tile", offset, cut))
     carry = (tiles.zeros(tokens), tiles.zeros(tokens))
-    run = tiles.pipeline(step, cut.width, specs, carry)
+    run = tiles.pipeline(step, cut.width, specs, carry, columns=cut.step, stages=stages)
     return run(code_gmem, x_gmem, scale_gmem, *x_scale_gmem)[1]
 
 
@@ -148,7 +169,7 @@ def _scale_spec(size: int, axis: str, offset: Array, cut: _Cut) -> plgpu.BlockSp
     slot, first = lax.axis_index("slot"), lax.axis_index(axis) * jnp.int32(size)
 
     def first_segment(k: Array) -> Array:
-        return (offset + k * jnp.int32(tiles.TILE_K)) // jnp.int32(cut.block)
+        return (offset + k * jnp.int32(cut.step)) // jnp.int32(cut.block)
 
     return plgpu.BlockSpec(
         (None, pl.Element(cut.segments_per_tile), pl.Element(max(size, 32))),
@@ -169,7 +190,7 @@ def _add_tile(
     dot, total = carry
     first = (offset + column) // jnp.int32(cut.block)
     weight = _decoded(code_smem)
-    for begin in range(0, tiles.TILE_K, cut.unit):
+    for begin in range(0, cut.step, cut.unit):
         columns = slice(begin, begin + cut.unit)
         dot = _multiply(dot, weight[:, columns], x_smem.at[:, columns], cut)
         last = column + jnp.int32(begin + cut.unit)

@@ -22,8 +22,13 @@ from pallas_kernels.nvfp4_matmul import mosaic_decode
 HALF = 16
 """Columns of a block scale, and of one `wgmma` step."""
 
-HALVES = tiles.TILE_K // HALF
-GROUPS = HALVES // 2
+TILE_K = 256
+"""Columns of a pipeline step: the copy engine needs 16 scales of a row."""
+
+SCALES = TILE_K // HALF
+GROUPS = TILE_K // 32
+MAX_DOT_TOKENS = 32
+"""Groups times tokens whose integer dots are in registers at once."""
 
 
 def nvfp4_matmul(
@@ -49,7 +54,7 @@ def nvfp4_matmul(
         [
             tiles.slot_view(x, slots),
             tiles.pad_rows(code, 1),
-            tiles.pad_rows(_columns_first(scale), 2),
+            tiles.pad_to_multiple(tiles.pad_rows(scale, 1), 2, SCALES),
         ],
         slots=slots,
         tokens=tokens,
@@ -84,7 +89,7 @@ def nvfp4_int8_matmul(
             tiles.slot_view(q.astype(jnp.bfloat16), slots),
             tiles.pad_to_multiple(d, 2, 8),
             tiles.pad_rows(code, 1),
-            tiles.pad_rows(_columns_first(scale), 2),
+            tiles.pad_to_multiple(tiles.pad_rows(scale, 1), 2, SCALES),
         ],
         slots=slots,
         tokens=tokens,
@@ -93,11 +98,9 @@ def nvfp4_int8_matmul(
     )
 
 
-def _columns_first(
-    scale: Float8e4m3fn[Array, "S N H"],
-) -> BFloat16[Array, "S H N"]:
-    """Block scales as the copy engine can tile them: bf16, exact, rows last."""
-    return scale.transpose(0, 2, 1).astype(jnp.float32).astype(jnp.bfloat16)
+def _stages(tokens: int) -> int:
+    """Steps in flight: many tokens take most of a step's shared memory."""
+    return 3 if tokens < 32 else 2
 
 
 def _weight_specs(width: int) -> list[plgpu.BlockSpec]:
@@ -105,12 +108,11 @@ def _weight_specs(width: int) -> list[plgpu.BlockSpec]:
 
     Codes are swizzled, against bank conflicts, where their rows are whole atoms.
     """
-    slot, rows = lax.axis_index("slot"), lax.axis_index("row_tile")
-    half = tiles.TILE_K // 2
-    atom = half if width % tiles.TILE_K == 0 else None
+    half = TILE_K // 2
+    atom = next((a for a in (128, 64) if width % (2 * a) == 0), None)
     return [
         tiles.weight_spec(half, atom, jnp.uint8),
-        plgpu.BlockSpec((None, HALVES, tiles.TILE_ROWS), lambda k: (slot, k, rows)),
+        tiles.weight_spec(SCALES, None, jnp.float8_e4m3fn),
     ]
 
 
@@ -127,16 +129,21 @@ def _bf16_tile(
             _: object, code_smem: jax.Ref, scale_smem: jax.Ref, x_smem: jax.Ref
         ) -> None:
             code = tiles.load(code_smem, mosaic_decode.ROW_BYTES, optimized=False)
-            scales = [
-                tiles.load(scale_smem.at[h], tiles.PER_ROW) for h in range(HALVES)
-            ]
-            weight = mosaic_decode.scaled(code, scales)
-            plgpu.wgmma(acc, weight, tiles.transposed(x_smem))
+            scale = tiles.load(scale_smem, mosaic_decode.ROW_BYTES, optimized=False)
+            for first in range(0, TILE_K, mosaic_decode.COLUMNS):
+                # The next columns are decoded while these are multiplied.
+                weight = mosaic_decode.scaled(code, scale, first)
+                columns = slice(first, first + mosaic_decode.COLUMNS)
+                plgpu.wgmma(acc, weight, tiles.transposed(x_smem.at[:, columns]))
             plgpu.wgmma_wait(0)
 
         atom = tiles.largest_divisor(width, (64, 32))
-        specs = [*_weight_specs(width), tiles.token_spec(tokens, atom, jnp.bfloat16)]
-        tiles.pipeline(step, width, specs)(code_gmem, scale_gmem, x_gmem)
+        specs = [
+            *_weight_specs(width),
+            tiles.token_spec(tokens, atom, jnp.bfloat16, columns=TILE_K),
+        ]
+        run = tiles.pipeline(step, width, specs, columns=TILE_K, stages=_stages(tokens))
+        run(code_gmem, scale_gmem, x_gmem)
         return acc[...]
 
     return pl.run_scoped(accumulate, tiles.accumulator(tokens))
@@ -162,50 +169,62 @@ def _int8_tile(
         acc: Array,
     ) -> Array:
         code = tiles.load(code_smem, mosaic_decode.ROW_BYTES, optimized=False)
-        weight = mosaic_decode.doubled(code)
-        for g in range(GROUPS):
-            dots = _half_dots(weight, q_smem, g, tokens)
-            u = _scaled_sum(dots, scale_smem, g, tokens)
-            d = tiles.load(d_smem.at[g, pl.ds(0, tokens)], tiles.PER_TOKEN)
-            acc = acc + mosaic_decode.rounded_product(tiles.over_tokens(d), u)
+        scale = tiles.load(scale_smem, mosaic_decode.ROW_BYTES, optimized=False)
+        scales = mosaic_decode.row_scales(scale)
+        weights = [
+            mosaic_decode.doubled(code, first)
+            for first in range(0, TILE_K, mosaic_decode.COLUMNS)
+        ]
+        # As many accumulators at once as registers allow: products wait less often.
+        batch = max(1, MAX_DOT_TOKENS // tokens)
+        for begin in range(0, GROUPS, batch):
+            groups = range(begin, begin + batch)
+            dots = _half_dots(weights, q_smem, groups, tokens)
+            for g, pair in zip(groups, dots, strict=True):
+                u = _scaled_sum(pair, scales[2 * g : 2 * g + 2], tokens)
+                d = tiles.load(d_smem.at[g, pl.ds(0, tokens)], tiles.PER_TOKEN)
+                acc = acc + mosaic_decode.rounded_product(tiles.over_tokens(d), u)
         return acc
 
     specs = [
         *_weight_specs(width),
-        tiles.token_spec(tokens, HALF, jnp.bfloat16),
+        tiles.token_spec(tokens, HALF, jnp.bfloat16, columns=TILE_K),
         plgpu.BlockSpec(
             # A copy moves whole 128 bytes.
             (None, GROUPS, pl.Element(max(tokens, 32))),
             lambda k: (slot, k, first),
         ),
     ]
-    run = tiles.pipeline(step, width, specs, tiles.zeros(tokens))
+    run = tiles.pipeline(
+        step, width, specs, tiles.zeros(tokens), columns=TILE_K, stages=_stages(tokens)
+    )
     return run(code_gmem, scale_gmem, q_gmem, d_gmem)
 
 
 def _half_dots(
-    weight: Array, q_smem: jax.Ref, group: int, tokens: int
-) -> tuple[Array, Array]:
-    """The integer dots of both halves of a group, each from a zero accumulator."""
+    weights: list[Array], q_smem: jax.Ref, groups: range, tokens: int
+) -> list[tuple[Array, Array]]:
+    """The integer dots of both halves of groups, each from a zero accumulator."""
+    halves = [2 * g + h for g in groups for h in range(2)]
 
-    def both(acc_0: Any, acc_1: Any) -> tuple[Array, Array]:
-        for h, acc in enumerate((acc_0, acc_1)):
-            columns = slice((2 * group + h) * HALF, (2 * group + h + 1) * HALF)
-            part = q_smem.at[:, columns]
-            plgpu.wgmma(acc, weight[:, columns], tiles.transposed(part))
-        return acc_0[...], acc_1[...]
+    def all_halves(*accs: Any) -> list[tuple[Array, Array]]:
+        for half, acc in zip(halves, accs, strict=True):
+            column = half * HALF
+            part = q_smem.at[:, column : column + HALF]
+            block, begin = divmod(column, mosaic_decode.COLUMNS)
+            weight = weights[block][:, begin : begin + HALF]
+            plgpu.wgmma(acc, weight, tiles.transposed(part))
+        dots = [acc[...] for acc in accs]
+        return list(zip(dots[::2], dots[1::2], strict=True))
 
-    acc = tiles.accumulator(tokens)
-    return pl.run_scoped(both, acc, acc)
+    accs = [tiles.accumulator(tokens)] * len(halves)
+    return pl.run_scoped(all_halves, *accs)
 
 
-def _scaled_sum(
-    dots: tuple[Array, Array], scale_smem: jax.Ref, group: int, tokens: int
-) -> Array:
+def _scaled_sum(dots: tuple[Array, Array], scales: list[Array], tokens: int) -> Array:
     """`RN(s_0 * I_0 + s_1 * I_1)`; both products are exact, so a fused add is too."""
     halves = []
-    for h, dot in enumerate(dots):
-        scale = tiles.load(scale_smem.at[2 * group + h], tiles.PER_ROW)
+    for scale, dot in zip(scales, dots, strict=True):
         half = scale.astype(jnp.float32) * jnp.float32(0.5)
         halves.append(tiles.over_rows(half, tokens) * dot)
     return halves[0] + halves[1]
