@@ -3,8 +3,9 @@
 Every kernel computes one tile `[64 weight rows, tokens]` of one slot in one warpgroup.
 Weight rows are the M operand of `wgmma` and tokens its N operand, so that the K step of
 the instruction, and with it every word, is the same for any number of tokens. K is
-walked in steps of whole 128 columns; what lies beyond a slot, a row or a token is filled with
-zeros by the copy engine, and products of zeros leave an accumulator as it is.
+walked in steps of 128 columns or 256; what lies beyond a slot, a row or a token is
+filled with zeros by the copy engine, and products of zeros leave an accumulator as it
+is.
 """
 
 import functools
@@ -22,7 +23,7 @@ TILE_ROWS = 64
 """Weight rows of a tile: the M of `wgmma`."""
 
 TILE_K = 128
-"""Columns of a pipeline step, or half of them. Part of no program: steps are added in one chain."""
+"""Columns of a pipeline step. Part of no program: steps are added in one chain."""
 
 MAX_TILE_TOKENS = 64
 
