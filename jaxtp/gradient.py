@@ -108,4 +108,4 @@ def input_gradient(
     dx = lax.dot_general(
         dy, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
     )
-    return dx.reshape(dy.shape[0], -1)
+    return dx.reshape(dy.shape[0], w.shape[0] * w.shape[2])

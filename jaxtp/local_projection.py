@@ -13,6 +13,7 @@ from jaxtp.plan import SlotLayout
 from jaxtp.program import (
     Activation,
     apply_global_scale,
+    check_activation_dtype,
     resolve_activation,
     slot_partials,
 )
@@ -31,6 +32,8 @@ def row_parallel_local(
     implementation: Implementation | None = None,
 ) -> Float32[Array, "..."]:
     """`y = x @ w.T` inside a `shard_map` whose axis `axis_name` cuts K.
+
+    The `shard_map` needs `check_vma=False`: kernels do not state their axes.
 
     Args:
         x_local: bf16 or f32 `[T, S/tp * K_slot]`: this rank's slots in slot layout.
@@ -54,9 +57,16 @@ def row_parallel_local(
     """
     p = weight_local
     check_call(p, ("row",))
+    _check_axis(p, axis_name)
+    check_activation_dtype(x_local)
     slots, width = p.value.shape[0], p.layout.width
     _check_columns(x_local, (slots * width,), "this rank's slots in slot layout")
     first_slot = lax.axis_index(axis_name).astype(jnp.int32) * jnp.int32(slots)
+    if p.layout.padded != p.layout.size:
+        # Padding is zero whatever memory held: 0 * inf is NaN.
+        column = lax.broadcasted_iota(jnp.int32, x_local.shape, 1)
+        inside = column + first_slot * jnp.int32(width) < jnp.int32(p.layout.size)
+        x_local = jnp.where(inside, x_local, jnp.zeros((), x_local.dtype))
     partials = _partials(x_local, p, first_slot, activation, implementation)
     if not reduce:
         return partials
@@ -74,6 +84,8 @@ def column_parallel_local(
     implementation: Implementation | None = None,
 ) -> Float32[Array, "T N"]:
     """`y = x @ w.T` inside a `shard_map` whose axis `axis_name` cuts N.
+
+    The `shard_map` needs `check_vma=False`: kernels do not state their axes.
 
     Args:
         x: bf16 or f32 `[T, K]`, equal on every rank.
@@ -95,6 +107,8 @@ def column_parallel_local(
     """
     p = weight_local
     check_call(p, ("column",))
+    _check_axis(p, axis_name)
+    check_activation_dtype(x)
     y = all_slots(to_slot_layout(x, p.layout), p, activation, implementation)
     if not gather:
         return y
@@ -170,15 +184,25 @@ def check_call(p: Any, parallel: tuple[str, ...]) -> None:
             f"`weight` must be a placed weight; got {type(p).__name__}. Call "
             f"`jaxtp.place(weight, mesh, parallel={parallel[0]!r})` first."
         )
+    if len(p.shape) == 3:
+        raise UnsupportedError(
+            f"projections take one matrix [N, K]; got a bank of shape {p.shape}. Place "
+            "`weight.expert(e)` to project with one expert."
+        )
     if p.parallel not in parallel:
         raise MeshError(
             f"this call takes weights placed with parallel={parallel[0]!r}; got "
             f"parallel={p.parallel!r}."
         )
-    if len(p.shape) == 3:
-        raise UnsupportedError(
-            f"projections take one matrix [N, K]; got a bank of shape {p.shape}. Place "
-            "`weight.expert(e)` to project with one expert."
+
+
+def _check_axis(p: PlacedWeight, axis_name: str) -> None:
+    """Refuses an axis that is not bound here, or that does not cut the weight."""
+    transport.axis_size(axis_name)
+    if axis_name != p.axis_name:
+        raise MeshError(
+            f"`axis_name` must be {p.axis_name!r}, the axis that cuts the weight; got "
+            f"{axis_name!r}."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtp.errors import NonFiniteError
+from jaxtp.errors import NonFiniteError, PlanTypeError
 from jaxtp.plan import ReductionPlan, SlotLayout
 from jaxtp.weights import Bf16Weight, Fp8Weight, Nvfp4Weight, Weight
 
@@ -34,7 +34,15 @@ def block_columns(weight: Weight) -> int | None:
 
 
 def weight_layout(weight: Weight, plan: ReductionPlan) -> SlotLayout:
-    """The slots of a weight's K under a plan."""
+    """The slots of a weight's K under a plan.
+
+    Raises:
+        PlanTypeError: If `plan` is no plan, or does not exist for the format.
+    """
+    if not isinstance(plan, ReductionPlan):
+        raise PlanTypeError(
+            f"`plan` must be a ReductionPlan; got {plan!r}, a {type(plan).__name__}."
+        )
     return plan.layout(weight.shape[-1], block_columns(weight))
 
 

@@ -41,8 +41,9 @@ def make_mesh(
     Bits:
         Results do not depend on the mesh, nor on the order of its devices.
     """
-    if tp < 1 or ep < 1:
-        raise MeshError(f"axis sizes must be at least 1; got tp={tp}, ep={ep}.")
+    for name, size in (("tp", tp), ("ep", ep)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise MeshError(f"`{name}` must be a positive integer; got {size!r}.")
     devices = list(jax.devices()[: tp * ep] if devices is None else devices)
     if len(devices) != tp * ep:
         raise MeshError(
@@ -175,6 +176,11 @@ def place(
     """
     plan = ReductionPlan() if plan is None else plan
     validate(weight)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"`mesh` must be a jax.sharding.Mesh; got {type(mesh).__name__}. "
+            "`make_mesh` makes one."
+        )
     if parallel not in PARALLEL:
         raise MeshError(f"`parallel` must be one of {PARALLEL}; got {parallel!r}.")
     layout = packing.weight_layout(weight, plan)
@@ -247,6 +253,10 @@ def _check_divides(
         if plan.order == "tree" and size & (size - 1):
             raise PlanError(f"order='tree' needs a power-of-two axis; got {size}.")
     if parallel == "column":
+        if isinstance(out_slots, bool) or not isinstance(out_slots, int):
+            raise PlanError(f"`out_slots` must be an integer; got {out_slots!r}.")
+        if out_slots < 1:
+            raise PlanError(f"`out_slots` must be at least 1; got {out_slots}.")
         slots_per_rank(out_slots, size, what="output slots (`out_slots`)")
         return slot_layout(n, out_slots).padded
     if parallel == "expert":

@@ -59,8 +59,8 @@ def slot_layout(size: int, num_slots: int) -> SlotLayout:
     """Cuts an axis by the common rule: `width = 32 * ceil(size / (32 * num_slots))`."""
     if size < 1:
         raise PlanError(f"an axis must have at least one element; got {size}.")
-    if num_slots < 1:
-        raise PlanError(f"`num_slots` must be at least 1; got {num_slots}.")
+    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+        raise PlanError(f"slots must be a positive integer; got {num_slots!r}.")
     width = SLOT_QUANTUM * -(-size // (SLOT_QUANTUM * num_slots))
     return SlotLayout(size, num_slots, width)
 

@@ -26,16 +26,26 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+def check_activation_dtype(x: Any) -> None:
+    """Refuses what is not a bf16 or f32 array, before anything converts it.
+
+    Raises:
+        DtypeError: Showing the dtype, or the type of what is no array.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or jnp.dtype(dtype).name not in ("bfloat16", "float32"):
+        found = type(x).__name__ if dtype is None else jnp.dtype(dtype).name
+        raise DtypeError(f"`x` must be a bfloat16 or float32 array; got {found}.")
+
+
 def resolve_activation(format: str, activation: str | None, dtype: Any) -> Activation:
     """The activation mode of a call, checked against the weight format and `x.dtype`.
 
     Raises:
-        DtypeError: If `x` is neither bf16 nor f32, or the mode "bf16" meets f32.
+        DtypeError: If the mode "bf16" meets f32.
         ActivationError: If the mode is missing or does not exist for the format.
     """
     name = jnp.dtype(dtype).name
-    if name not in ("bfloat16", "float32"):
-        raise DtypeError(f"`x` must be bfloat16 or float32; got {name}.")
     legal = ACTIVATIONS[format]
     if activation is None and format == "bf16":
         return "bf16" if name == "bfloat16" else "f32"
@@ -125,7 +135,11 @@ def _three_term(
     value: Array,
     implementation: pallas_kernels.Implementation,
 ) -> Float32[Array, "S T N"]:
-    """The bf16 program on three bf16 parts of x, smallest parts added first."""
+    """The bf16 program on three bf16 parts of x, smallest parts added first.
+
+    For finite weights, a bf16-valued x gives the words of "bf16": the smaller parts
+    are zeros, whose products are zeros.
+    """
     parts = jnp.concatenate(formats.split_f32(x), axis=0)
     dots = pallas_kernels.bf16_matmul(parts, value, implementation=implementation)
     high, middle, low = jnp.split(dots, 3, axis=1)

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from jaxtp.errors import MeshError, PlanError
+from jaxtp.errors import PlanError
 from jaxtp.gradient import input_gradient, with_input_gradient
 from jaxtp.local_projection import (
     all_slots,
@@ -25,10 +24,16 @@ from jaxtp.local_projection import (
     row_parallel_local,
     to_slot_layout,
 )
+from jaxtp.on_mesh import on_mesh, refuse_explicit_axes, spread_on
 from jaxtp.placement import PlacedWeight
 from jaxtp.plan import ReductionPlan
-from jaxtp.program import Activation, apply_global_scale, resolve_activation
-from jaxtp.reduction import Schedule, ordered_sum
+from jaxtp.program import (
+    Activation,
+    apply_global_scale,
+    check_activation_dtype,
+    resolve_activation,
+)
+from jaxtp.reduction import Schedule, check_schedule, ordered_sum
 from jaxtp.unplaced import unplaced
 from jaxtp.weights import Weight
 from pallas_kernels import Implementation
@@ -73,7 +78,8 @@ def row_parallel(
         whose size divides the slots, every T and row position, eager or under `jit`.
     """
     check_call(weight, ("row",))
-    x = _spread(x, weight.mesh)
+    check_schedule(schedule, weight.plan)
+    x = spread_on(x, weight)
     return _row_parallel(
         x,
         weight,
@@ -96,7 +102,7 @@ def _row_parallel(x: Array, p: PlacedWeight, *, reduce: bool, **options: Any) ->
     def forward(x: Array, p: PlacedWeight) -> Array:
         x = to_slot_layout(x, p.layout)
         out = P() if reduce else P(axis)
-        return _on_mesh(local, x, p, P(None, axis), out)
+        return on_mesh(local, x, p, P(None, axis), out)
 
     def local_gradient(dy: Array, p: PlacedWeight) -> Array:
         slots = jnp.int32(p.value.shape[0])
@@ -104,7 +110,7 @@ def _row_parallel(x: Array, p: PlacedWeight, *, reduce: bool, **options: Any) ->
 
     def backward(dy: Array, p: PlacedWeight) -> Array:
         dy = apply_global_scale(dy, p.global_scale, p.global_scale_kind)
-        return _on_mesh(local_gradient, dy, p, P(), P(None, axis))[:, :columns]
+        return on_mesh(local_gradient, dy, p, P(), P(None, axis))[:, :columns]
 
     columns = x.shape[-1]
     return with_input_gradient(forward, backward if reduce else None)(x, p)
@@ -138,7 +144,7 @@ def column_parallel(
         As `row_parallel`; `out_slots` is placement only.
     """
     check_call(weight, ("column",))
-    x = _spread(x, weight.mesh)
+    x = spread_on(x, weight)
     return _column_parallel(
         x,
         weight,
@@ -158,7 +164,7 @@ def _column_parallel(
         return column_parallel_local(x, p, axis_name=axis, gather=gather, **options)
 
     def forward(x: Array, p: PlacedWeight) -> Array:
-        return _on_mesh(local, x, p, P(), P() if gather else P(None, axis))
+        return on_mesh(local, x, p, P(), P() if gather else P(None, axis))
 
     def local_gradient(dy: Array, p: PlacedWeight) -> Array:
         dx = input_gradient(dy, p, jnp.int32(0))[None]
@@ -168,7 +174,7 @@ def _column_parallel(
     def backward(dy: Array, p: PlacedWeight) -> Array:
         dy = apply_global_scale(dy, p.global_scale, p.global_scale_kind)
         dy = to_slot_layout(dy, p.out_layout)
-        return _on_mesh(local_gradient, dy, p, P(None, axis), P())[:, :columns]
+        return on_mesh(local_gradient, dy, p, P(None, axis), P())[:, :columns]
 
     columns = x.shape[-1]
     return with_input_gradient(forward, backward if gather else None)(x, p)
@@ -210,18 +216,14 @@ def project(
                 f"the placed weight has {weight.plan}; got plan={plan}. Leave `plan` "
                 "out, or place the weight under that plan."
             )
-        x = _spread(x, weight.mesh)
+        x = spread_on(x, weight)
         placed = weight
     else:
+        check_activation_dtype(x)
         placed = unplaced(weight, ReductionPlan() if plan is None else plan)
         check_call(placed, ("replicated",))
         x = jnp.asarray(x)
-        mesh = jax.typeof(x).sharding.mesh
-        if AxisType.Explicit in mesh.axis_types:
-            raise MeshError(
-                f"`x` is on a mesh with Explicit axes {mesh.axis_names} and the weight "
-                "is not placed; call place(weight, mesh, parallel='replicated') first."
-            )
+        refuse_explicit_axes(x)
     return _project(
         x,
         placed,
@@ -240,7 +242,7 @@ def _project(x: Array, p: PlacedWeight, **options: Any) -> Array:
 
     def spread(run: Callable[..., Array], x: Array, p: PlacedWeight) -> Array:
         if p.mesh.size > 1 or AxisType.Explicit in p.mesh.axis_types:
-            return _on_mesh(run, x, p, P(), P())
+            return on_mesh(run, x, p, P(), P())
         return run(x, p)
 
     def backward(dy: Array, p: PlacedWeight) -> Array:
@@ -249,36 +251,3 @@ def _project(x: Array, p: PlacedWeight, **options: Any) -> Array:
 
     columns = x.shape[-1]
     return with_input_gradient(lambda x, p: spread(local, x, p), backward)(x, p)
-
-
-def _on_mesh(
-    local: Callable[..., Array],
-    x: Array,
-    p: PlacedWeight,
-    spec: P,
-    out: P,
-) -> Array:
-    """Runs a rank's part of a call on the weight's mesh.
-
-    check_vma is off: the carries of an interpreted kernel do not state their axes.
-    """
-    run = jax.shard_map(
-        local, mesh=p.mesh, in_specs=(spec, p.specs()), out_specs=out, check_vma=False
-    )
-    return run(_constrain(x, p.mesh, spec), p)
-
-
-def _spread(x: Any, mesh: Mesh) -> Array:
-    """Puts an array that is not on the mesh onto all its devices, replicated."""
-    if isinstance(x, Tracer):
-        return x
-    if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
-        return x
-    return jax.device_put(x, NamedSharding(mesh, P()))
-
-
-def _constrain(x: Array, mesh: Mesh, spec: P) -> Array:
-    """States the sharding of a traced array, for Auto and Explicit mesh axes alike."""
-    if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -101,7 +101,7 @@ def ordered_sum(
     _check_partials(partials_local)
     tp = transport.axis_size(axis_name)
     slots = _check_slots(partials_local.shape[0], tp, plan)
-    _check_schedule(schedule, plan)
+    check_schedule(schedule, plan)
     local = partials_local.shape[0]
     if tp == 1 or partials_local.size == 0:
         return sum_slots(partials_local, _part_of(plan, local))
@@ -156,7 +156,12 @@ def _check_slots(local: int, tp: int, plan: ReductionPlan) -> int:
     return plan.num_slots
 
 
-def _check_schedule(schedule: Schedule | None, plan: ReductionPlan) -> None:
+def check_schedule(schedule: Schedule | None, plan: ReductionPlan) -> None:
+    """Refuses an unknown schedule, or one for a tree.
+
+    Raises:
+        PlanError: Naming what the plan allows.
+    """
     if schedule not in (None, "exchange", "chain"):
         raise PlanError(
             f"`schedule` must be 'exchange', 'chain' or None; got {schedule!r}."

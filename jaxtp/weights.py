@@ -68,7 +68,7 @@ class _Weight:
         """
         if not self.is_bank:
             raise ShapeError(f"a weight of shape {self.shape} has no expert axis.")
-        if not 0 <= index < self.shape[0]:
+        if not isinstance(index, int) or not 0 <= index < self.shape[0]:
             raise ShapeError(
                 f"expert index must lie in [0, {self.shape[0]}); got {index}."
             )
@@ -230,6 +230,11 @@ def validate(weight: Weight) -> None:
             "expected a Bf16Weight, Fp8Weight or Nvfp4Weight; got "
             f"{type(weight).__name__}."
         )
+    for name, part in weight._parts().items():
+        if not hasattr(part, "dtype") or not hasattr(part, "shape"):
+            raise DtypeError(
+                f"`{name}` must be an array; got {part!r}, a {type(part).__name__}."
+            )
     main = weight.value if isinstance(weight, Bf16Weight) else weight.code
     if len(main.shape) not in (2, 3) or 0 in main.shape:
         raise ShapeError(
@@ -248,7 +253,10 @@ def validate(weight: Weight) -> None:
 def _validate_fp8(w: Fp8Weight, lead: tuple[int, ...], n: int, k: int) -> None:
     _check_dtype("code", w.code, ml_dtypes.float8_e4m3fn)
     _check_dtype("scale", w.scale, np.float32)
-    bn, bk = w.block_shape
+    shape = w.block_shape
+    if not isinstance(shape, tuple) or [type(b) for b in shape] != [int, int]:
+        raise FormatError(f"`block_shape` must be a tuple of two ints; got {shape!r}.")
+    bn, bk = shape
     if bn < 1 or bk < SLOT_QUANTUM or bk % SLOT_QUANTUM:
         raise FormatError(
             f"`block_shape` must be (rows >= 1, a multiple of {SLOT_QUANTUM} columns); "

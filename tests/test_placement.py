@@ -17,6 +17,7 @@ from jaxtp import (
     Nvfp4Weight,
     ReductionPlan,
     checkpoint,
+    oracle,
 )
 from jaxtp.errors import (
     ActivationError,
@@ -336,6 +337,81 @@ REFUSALS = {
         MeshError,
         "parallel='replicated'",
     ),
+    "float64 x": (
+        lambda: jaxtp.row_parallel(np.zeros((2, 160)), placed()),
+        DtypeError,
+        "float64",
+    ),
+    "float64 x, weight not placed": (
+        lambda: jaxtp.project(np.zeros((2, 160)), weight("bf16", 40, 160)),
+        DtypeError,
+        "float64",
+    ),
+    "list for x": (
+        lambda: jaxtp.row_parallel([[1.0] * 160], placed()),
+        DtypeError,
+        "list",
+    ),
+    "wide x for the oracle": (
+        lambda: oracle.row_parallel(normal(2, 167), weight("bf16", 40, 160)),
+        ShapeError,
+        r"\(2, 167\)",
+    ),
+    "narrow x for the oracle": (
+        lambda: oracle.row_parallel(normal(2, 1), weight("bf16", 40, 160)),
+        ShapeError,
+        r"\(2, 1\)",
+    ),
+    "another axis in a local call": (
+        lambda: local_call("dp"),
+        MeshError,
+        "must be 'tp'.*'dp'",
+    ),
+    "unbound axis in a local call": (
+        lambda: jaxtp.row_parallel_local(normal(2, 160), placed(), axis_name="tp"),
+        MeshError,
+        "shard_map",
+    ),
+    "moved weight": (
+        lambda: jaxtp.row_parallel(
+            normal(2, 160), jax.device_put(placed(), jax.devices()[0])
+        ),
+        MeshError,
+        "place the weight again",
+    ),
+    "plan of another type": (lambda: placed(plan="tree"), PlanTypeError, "'tree'"),
+    "no mesh": (
+        lambda: jaxtp.place(weight("bf16", 40, 160), None, parallel="row"),
+        MeshError,
+        "NoneType",
+    ),
+    "no array": (
+        lambda: placed_parts(Bf16Weight([[1.0]])),
+        DtypeError,
+        "`value`.*list",
+    ),
+    "block shape of another type": (
+        lambda: placed_parts(Fp8Weight(CODE, np.ones((1, 2), np.float32), 128)),
+        FormatError,
+        "tuple of two ints",
+    ),
+    "no output slots": (
+        lambda: placed(parallel="column", out_slots=0),
+        PlanError,
+        "out_slots",
+    ),
+    "mesh size of another type": (
+        lambda: jaxtp.make_mesh(tp=2.0),
+        MeshError,
+        "2.0",
+    ),
+    "schedule": (
+        lambda: jaxtp.row_parallel(
+            normal(2, 160), placed(), reduce=False, schedule="ring"
+        ),
+        PlanError,
+        "'ring'",
+    ),
     "unknown implementation": (
         lambda: jaxtp.row_parallel(normal(2, 160), placed(), implementation="triton"),
         ValueError,
@@ -343,6 +419,22 @@ REFUSALS = {
     ),
 }
 CODE = np.zeros((40, 160), ml_dtypes.float8_e4m3fn)
+
+
+def local_call(axis_name):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+    p = jaxtp.place(weight("bf16", 40, 160), mesh, parallel="row")
+
+    def local(x, p):
+        return jaxtp.row_parallel_local(x, p, axis_name=axis_name)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(None, "tp"), p.specs()),
+        out_specs=P(),
+        check_vma=False,
+    )(normal(2, 256), p)
 
 
 def on_explicit_axes(x):
@@ -386,3 +478,76 @@ def test_the_gradient_of_a_weight_is_refused():
 
     with pytest.raises(NotImplementedError, match="with respect to `x`"):
         jax.grad(loss, allow_int=True)(p)
+
+
+def test_x_on_the_same_devices_in_another_order_is_moved():
+    w, x = weight("bf16", 40, 160), normal(2, 160)
+    p = jaxtp.place(
+        w, jaxtp.make_mesh(tp=4, devices=jax.devices()[3::-1]), parallel="row"
+    )
+    on_mesh = jax.device_put(x, NamedSharding(jaxtp.make_mesh(tp=4), P()))
+    assert_same_words(jaxtp.row_parallel(on_mesh, p), jaxtp.project(x, w))
+
+
+@pytest.mark.parametrize("types", [("Explicit", "Auto"), ("Auto", "Explicit")])
+def test_a_mesh_may_mix_axis_types(types):
+    w, x = weight("e4m3", 40, 320), normal(4, 320)
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[:4]).reshape(2, 2),
+        ("dp", "tp"),
+        axis_types=tuple(AxisType[name] for name in types),
+    )
+    want = oracle.row_parallel(x, w, tp=2, activation="e4m3")
+    on_mesh = jax.device_put(x, NamedSharding(mesh, P("dp")))
+    for parallel, call in (
+        ("row", jaxtp.row_parallel),
+        ("column", jaxtp.column_parallel),
+        ("replicated", jaxtp.project),
+    ):
+        p = jaxtp.place(w, mesh, parallel=parallel)
+        assert_same_words(call(x, p, activation="e4m3"), want, what=parallel)
+        assert_same_words(call(on_mesh, p, activation="e4m3"), want, what=parallel)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens_have_a_result_and_a_gradient(tokens):
+    p, x = placed(), jnp.asarray(normal(max(tokens, 1), 160)[:tokens])
+    assert jaxtp.row_parallel(x, p).shape == (tokens, 40)
+    dx = jax.grad(lambda x: jaxtp.row_parallel(x, p).sum())(x)
+    assert dx.shape == x.shape
+
+
+def test_padding_of_a_local_x_may_hold_anything():
+    w, x = weight("bf16", 40, 160), normal(2, 160)
+    mesh = jaxtp.make_mesh(tp=4)
+    p = jaxtp.place(w, mesh, parallel="row")
+    dirty = np.full((2, 256), np.nan, np.float32)
+    dirty[:, :160] = x
+    run = jax.shard_map(
+        lambda x, p: jaxtp.row_parallel_local(x, p, axis_name="tp"),
+        mesh=mesh,
+        in_specs=(P(None, "tp"), p.specs()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    assert_same_words(run(dirty, p), jaxtp.project(x, w))
+
+
+@pytest.mark.parametrize("k", [48, 80, 416])
+@pytest.mark.parametrize("format", ["bf16", "e4m3", "nvfp4"])
+def test_an_unplaced_weight_may_be_a_constant_or_an_argument(format, k):
+    activation = (
+        "f32" if format == "bf16" else {"e4m3": "e4m3", "nvfp4": "int8"}[format]
+    )
+    w, x = weight(format, 24, k), jnp.asarray(normal(3, k))
+    on_device = jax.tree.map(jnp.asarray, w)
+    for slots in (1, 3, 8):
+        plan = ReductionPlan(slots)
+        want = oracle.project(x, w, plan=plan, activation=activation)
+
+        def f(x, w, plan=plan):
+            return jaxtp.project(x, w, plan=plan, activation=activation)
+
+        assert_same_words(jax.jit(lambda x, f=f: f(x, w))(x), want, what="NumPy")
+        assert_same_words(jax.jit(lambda x, f=f: f(x, on_device))(x), want, what="JAX")
+        assert_same_words(jax.jit(f)(x, on_device), want, what="argument")

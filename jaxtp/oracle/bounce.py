@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxtp import packing, program
+from jaxtp.errors import ShapeError, UnsupportedError
 from jaxtp.plan import ReductionPlan, SlotLayout, slot_layout, slots_per_rank
 from jaxtp.program import Activation
 from jaxtp.weights import Fp8Weight, Nvfp4Weight, Weight, validate
@@ -50,7 +51,7 @@ def row_parallel(
         DOT: the kernels are the device's own; everything after them is IEEE NumPy.
     """
     plan = ReductionPlan() if plan is None else plan
-    validate(weight)
+    _check_matrix(weight)
     layout = packing.weight_layout(weight, plan)
     local = slots_per_rank(layout.num_slots, tp)
     run = functools.partial(
@@ -102,7 +103,7 @@ def column_parallel(
         As `row_parallel`.
     """
     plan = ReductionPlan() if plan is None else plan
-    validate(weight)
+    _check_matrix(weight)
     out = slot_layout(weight.shape[0], out_slots)
     local = slots_per_rank(out_slots, tp, what="output slots") * out.width
     layout = packing.weight_layout(weight, plan)
@@ -161,7 +162,13 @@ def slot_partials(
         device: Where the kernels run; None is the first device.
     """
     device = jax.devices()[0] if device is None else device
+    program.check_activation_dtype(x)
     x = np.asarray(x)
+    if x.ndim != 2 or x.shape[1] not in (layout.size, layout.padded):
+        raise ShapeError(
+            f"`x` must be [T, {layout.size}] (K), or [T, {layout.padded}] (K in slot "
+            f"layout); got shape {x.shape}."
+        )
     padded = np.zeros((x.shape[0], layout.padded), x.dtype)
     padded[:, : layout.size] = x[:, : layout.size]
     columns = slice(slots.start * layout.width, slots.stop * layout.width)
@@ -195,6 +202,15 @@ def sum_slots(partials: np.ndarray, plan: ReductionPlan) -> np.ndarray:
     while partials.shape[0] > 1:
         partials = partials[0::2] + partials[1::2]
     return partials[0]
+
+
+def _check_matrix(weight: Weight) -> None:
+    validate(weight)
+    if weight.is_bank:
+        raise UnsupportedError(
+            f"projections take one matrix [N, K]; got a bank of shape {weight.shape}. "
+            "`weight.expert(e)` is one."
+        )
 
 
 def _global_scale(y: np.ndarray, weight: Weight) -> np.ndarray:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxtp import formats, packing
+from jaxtp.errors import ShapeError
 from jaxtp.plan import ReductionPlan
 from jaxtp.program import Activation
 from jaxtp.weights import Weight
@@ -20,6 +21,11 @@ def float64(x: Any, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
     """
     w64 = np.asarray(weight.dequantize()).astype(np.float64)
     x64 = np.asarray(x).astype(np.float64)
+    if w64.ndim != 2 or x64.ndim != 2 or x64.shape[1] != w64.shape[1]:
+        raise ShapeError(
+            f"`x` must be [T, K] and the weight [N, K]; got shapes {x64.shape} and "
+            f"{w64.shape}."
+        )
     return x64 @ w64.T, np.abs(x64) @ np.abs(w64).T
 
 
@@ -75,6 +81,7 @@ def depth(weight: Weight, plan: ReductionPlan, activation: Activation) -> int:
         # Per segment: s * d, the product with C, and the add.
         steps += 3 * layout.max_segments(block)
     if activation == "f32":
-        # Three accumulators, two adds, and the part of x below its third term.
+        # Two adds, and the part of x below its third term (for |x| above 2^-100,
+        # where the program has three terms).
         steps += 3
     return steps
