@@ -193,11 +193,14 @@ def launch(
         name: Name of the kernel in profiles.
     """
     block = tile_tokens(tokens)
-    # The copy engine wants strides of whole 16 bytes in the output too.
+    # The copy engine wants strides of whole 16 bytes in the output too. Tokens are
+    # whole tiles: where a tile is as wide as the output (64 rows), a store that
+    # reaches past the last token lands in the next slot.
     padded = rows + -rows % 4
+    padded_tokens = tokens + -tokens % block
     kernel = plgpu.kernel(
         functools.partial(_tile_kernel, tile=tile, block=block),
-        out_type=jax.ShapeDtypeStruct((slots, tokens, padded), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((slots, padded_tokens, padded), jnp.float32),
         grid=(pl.cdiv(rows, TILE_ROWS), slots, pl.cdiv(tokens, block)),
         grid_names=GRID,
         scratch_types={"out_smem": plgpu.SMEM((block, TILE_ROWS), jnp.float32)},
@@ -206,7 +209,7 @@ def launch(
         ),
         kernel_name=name,
     )
-    return kernel(*operands)[:, :, :rows]
+    return kernel(*operands)[:, :tokens, :rows]
 
 
 def _tile_kernel(
@@ -217,7 +220,7 @@ def _tile_kernel(
     transposed(out_smem)[...] = plgpu.layout_cast(result, _SINGLE)
     plgpu.commit_smem()
     rows, slot, tokens = (lax.axis_index(name) for name in GRID)
-    # Rows and tokens beyond the array are skipped by the copy engine.
+    # Rows beyond the array are skipped by the copy engine.
     plgpu.copy_smem_to_gmem(
         out_smem,
         out_gmem.at[

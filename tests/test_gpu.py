@@ -13,7 +13,7 @@ from jaxtp.testing import assert_same_words, assert_within_bound
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = ((200, 416), (24, 1280), (576, 1024), (3, 16))
+SHAPES = ((200, 416), (64, 416), (24, 1280), (576, 1024), (3, 16))
 MESHES = [n for n in (1, 2, 4, 8) if n <= len(jax.devices())]
 
 
