@@ -19,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32
 
+from pallas_kernels.padding import pad_to_multiple as pad_to_multiple
+
 TILE_ROWS = 64
 """Weight rows of a tile: the M of `wgmma`."""
 
@@ -46,16 +48,6 @@ _SINGLE = plgpu.Layout.TILED(
     lane_dims=(-4, -3),
     vector_dim=-1,
 )
-
-
-def pad_to_multiple(x: Array, axis: int, multiple: int) -> Array:
-    """Appends zeros to an axis; the array itself where nothing is missing."""
-    extra = -x.shape[axis] % multiple
-    if not extra:
-        return x
-    widths = [(0, 0, 0)] * x.ndim
-    widths[axis] = (0, extra, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
 def pad_rows(x: Array, axis: int) -> Array:

@@ -15,32 +15,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from pallas_kernels.padding import pad_to_multiple as pad_to_multiple
+
 BLOCK_T = 8
 BLOCK_N = 128
 BLOCK_K = 128
-
-
-def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Appends zeros so that an axis becomes a multiple of `multiple`."""
-    extra = -x.shape[axis] % multiple
-    if not extra:
-        return x
-    widths = [(0, 0, 0)] * x.ndim
-    widths[axis] = (0, extra, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
 def pad_tokens(x: Array, slots: int, column_multiple: int) -> Array:
     """`[T, S * W]` to whole tiles `[S, T', W']`."""
     t, columns = x.shape
     x = x.reshape(t, slots, columns // slots)
-    x = pad_axis(pad_axis(x, 2, column_multiple), 0, BLOCK_T)
+    x = pad_to_multiple(pad_to_multiple(x, 2, column_multiple), 0, BLOCK_T)
     return x.transpose(1, 0, 2)
 
 
 def pad_rows(weight: Array, column_multiple: int) -> Array:
     """`[S, N, W]` to whole tiles `[S, N', W']`."""
-    return pad_axis(pad_axis(weight, 2, column_multiple), 1, BLOCK_N)
+    return pad_to_multiple(pad_to_multiple(weight, 2, column_multiple), 1, BLOCK_N)
 
 
 def as_integers(x: jax.Array) -> jax.Array:

@@ -111,8 +111,8 @@ def primal_of_gradient(f, x, p, r):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(x)[0][1]
 
 
-def minus_r_after_plus_r(f, x, p, r):
-    """`(y + r, r)` from one jit; the caller compares with the eager sum."""
+def plus_r(f, x, p, r):
+    """The result with `r` added in the same jit; the caller adds `r` eagerly."""
     return jax.jit(lambda x, p, r: f(x, p) + r)(x, p, r)
 
 
@@ -123,7 +123,7 @@ CONTEXTS = {
     "jit_all_closed_over": jit_all_closed_over,
     "scan": scan,
     "primal_of_gradient": primal_of_gradient,
-    "plus_r": minus_r_after_plus_r,
+    "plus_r": plus_r,
 }
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 FACTORS = [

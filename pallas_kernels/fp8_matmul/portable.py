@@ -30,12 +30,14 @@ def fp8_matmul(
     )
     code = _by_segment(code, columns, block_k, padded)
     operands = [
-        tiles.pad_axis(x, 1, tiles.BLOCK_T),
-        tiles.pad_axis(code, 1, tiles.BLOCK_N),
-        tiles.pad_axis(scale, 2, tiles.BLOCK_N),
+        tiles.pad_to_multiple(x, 1, tiles.BLOCK_T),
+        tiles.pad_to_multiple(code, 1, tiles.BLOCK_N),
+        tiles.pad_to_multiple(scale, 2, tiles.BLOCK_N),
     ]
     if x_scale is not None:
-        operands.append(tiles.pad_axis(x_scale.transpose(1, 0, 2), 1, tiles.BLOCK_T))
+        operands.append(
+            tiles.pad_to_multiple(x_scale.transpose(1, 0, 2), 1, tiles.BLOCK_T)
+        )
     return tiles.call_tiles(
         functools.partial(
             _fp8_matmul_kernel, segments=segments, chunks=padded // tiles.BLOCK_K
@@ -61,7 +63,7 @@ def _by_segment(
         bits = jax.vmap(lambda b, c: b.at[:, c].get(mode="fill", fill_value=0))(
             bits, columns
         )
-    bits = tiles.pad_axis(bits, 3, padded)
+    bits = tiles.pad_to_multiple(bits, 3, padded)
     return bits.reshape(*bits.shape[:2], -1)
 
 
